@@ -1,0 +1,3 @@
+"""Headrace: serve open language models on your own machine."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,67 @@
+"""The typed settings that flags and config files resolve to; what the processes are given."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the core process needs. Sent to it as one msgpack message on its standard input.
+
+    `model` is a local path (directory or GGUF file), already resolved. Sizes left None are worked out by the
+    planner from the model and the memory at hand.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    hf_overrides: dict[str, object] = {}
+    max_model_len: int | None = None
+    """None = the model's limit, shortened to what fits the memory."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_queued_reqs: int = 1024
+    step_time_target_s: float | None = None
+    step_timeout_s: float | None = None
+    seed: int = 0
+    threads: int | None = None
+    trace_steps: bool = False
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the HTTP server needs besides the engine's settings."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...]
+    """The first is the one that answers carry."""
+    model_path: str
+    """As the user wrote it; accepted as a model name too, as is its last component."""
+    chat_template: str | None = None
+    """The template's text."""
+    generation_config: Literal["auto", "model", "none"] | str = "auto"
+    override_generation_config: dict[str, object] = {}
+    uvicorn_log_level: str = "info"
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    root_path: str = ""
+    log_requests: bool = False
+    log_stats: bool = True
+    max_log_len: int | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+    shutdown_timeout_s: float = 10.0

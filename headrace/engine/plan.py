@@ -1,0 +1,74 @@
+"""What passes between policy and device: a Plan says what one step computes, a StepResult what came of it.
+
+Both are plain values, so a step can be printed, compared in a test, recorded, or sent to another rank. The
+runtime keeps a table of the sequences it has been told of: `new` adds rows, `steps` advances them, `dropped`
+removes them. A sequence that was preempted is dropped and later comes back as new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.protocol.ipc import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the runtime has not seen (or was told to drop).
+
+    `token_ids` are all tokens known, of which the first `num_prompt_tokens` are the prompt; the rest were
+    generated before a preemption. `index` is the sequence's place among the n of its request.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    index: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """Compute tokens [start, start + num_tokens) of a sequence.
+
+    `new_block_ids` are appended to the sequence's block table before the step. With `samples` the logits of
+    the last row choose the next token, which the runtime appends to its own row as well.
+    """
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Order: `dropped` is forgotten, `new` is added, `block_copies` (source, target) are done, then
+    every entry of `steps` is computed in one flat batch."""
+
+    step: int
+    dropped: tuple[int, ...]
+    new: tuple[NewSequence, ...]
+    block_copies: tuple[tuple[int, int], ...]
+    steps: tuple[SequenceStep, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens a sequence got from one step (one, until speculation exists), with log-probabilities if asked."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    seconds: float
+    sampled: tuple[Sampled, ...]

@@ -1,0 +1,170 @@
+"""The list of operations a device must offer; a model's forward is written in these and nothing else.
+
+Buffers are opaque [rows, width] arrays of the device in the compute dtype; `rows` (tokens of the flat batch)
+is the only dynamic size. Handles are what `prepare_*` returned. No operation reads a buffer's values into
+Python, so the same forward runs eagerly on the reference and can be recorded once and replayed elsewhere.
+
+Promise: the values of one row never depend on the other rows of the batch, on the number of rows, or on how
+the row's own prefix was split into steps. Every implementation keeps it bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kernels.weight import Weight
+
+Buffer = Any
+Handle = Any
+BatchHandle = Any
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's flat batch of T tokens from S sequences, as host arrays.
+
+    Sequence s owns rows [query_start[s], query_start[s + 1]), which are the last rows of its `seq_lens[s]`
+    tokens. `slot_mapping[t]` = block_id * block_size + offset is where row t's key and value are stored;
+    `block_tables[s]` lists the blocks of sequence s, padded with 0. `sample_rows` are the rows whose logits
+    are wanted.
+    """
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T]
+    slot_mapping: Int32  # [T]
+    query_start: Int32  # [S + 1]
+    seq_lens: Int32  # [S]
+    block_tables: Int32  # [S, max_blocks]
+    sample_rows: Int32  # [R]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """For each of R rows a list of (token, number) pairs: row r owns [starts[r], starts[r + 1])."""
+
+    starts: Int32  # [R + 1]
+    token_ids: Int32
+    numbers: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How to choose one token in each of R rows. An optional part is None when no row needs it.
+
+    Applied in this order to float32 logits: forbidden tokens, repetition penalty (each token of `seen` once),
+    frequency and presence penalties (`generated` with its counts), logit bias, then temperature, top-k, top-p,
+    min-p and the draw. A row with temperature 0 takes the largest logit, lowest token id first. `uniforms` in
+    [0, 1) select by inverse distribution function. Log-probabilities are of the raw logits.
+    """
+
+    temperature: Float32  # [R]
+    uniforms: Float32  # [R]
+    top_k: Int32 | None = None  # [R], 0 = off
+    top_p: Float32 | None = None
+    min_p: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    seen: TokenLists | None = None
+    generated: TokenLists | None = None
+    logit_bias: TokenLists | None = None
+    forbidden: TokenLists | None = None
+    num_logprobs: int | None = None
+    """Alternatives to report for every row (the largest any row wants); None = no log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    token_ids: Int32  # [R]
+    logprobs: Float32 | None = None  # [R]
+    ranks: Int32 | None = None  # [R], 1 = most likely
+    top_token_ids: Int32 | None = None  # [R, num_logprobs], most likely first
+    top_logprobs: Float32 | None = None
+
+
+class Kernels(Protocol):
+    """A device's operations and its KV cache."""
+
+    name: str
+
+    # set-up
+    def prepare_weight(self, weight: Weight) -> Handle:
+        """A matrix for `linear`."""
+        ...
+
+    def prepare_embedding(self, weight: Weight) -> Handle:
+        """A matrix for `embedding`."""
+        ...
+
+    def prepare_vector(self, values: NDArray[np.generic]) -> Handle:
+        """A norm weight or bias [width]."""
+        ...
+
+    def prepare_rope(self, cos: Float32, sin: Float32) -> Handle:
+        """Tables [positions, rotary_dim / 2]; halves (x[i], x[i + rotary_dim / 2]) are rotated together."""
+        ...
+
+    def allocate_kv_cache(self, layout: KVCacheLayout) -> None: ...
+
+    def release_kv_cache(self) -> None: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) in every layer."""
+        ...
+
+    # a step
+    def load_batch(self, batch: Batch) -> BatchHandle: ...
+
+    def embedding(self, table: Handle, batch: BatchHandle) -> Buffer: ...
+
+    def linear(self, x: Buffer, weight: Handle, bias: Handle | None) -> Buffer: ...
+
+    def rms_norm(self, x: Buffer, weight: Handle, eps: float) -> Buffer: ...
+
+    def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Handle, eps: float) -> tuple[Buffer, Buffer]:
+        """(norm(x + residual), x + residual)."""
+        ...
+
+    def split(self, x: Buffer, widths: tuple[int, ...]) -> tuple[Buffer, ...]: ...
+
+    def rope(self, x: Buffer, table: Handle, head_dim: int, batch: BatchHandle) -> Buffer:
+        """Rotate every head of x [rows, heads * head_dim] by its row's position."""
+        ...
+
+    def attention(
+        self, q: Buffer, k: Buffer, v: Buffer, *, layer: int, num_heads: int, num_kv_heads: int, scale: float,
+        batch: BatchHandle,
+    ) -> Buffer:
+        """Store k and v at the batch's slots, then causal attention of each row over its sequence's blocks."""
+        ...
+
+    def silu_mul(self, x: Buffer) -> Buffer:
+        """silu(x[:, :width]) * x[:, width:]."""
+        ...
+
+    def add(self, a: Buffer, b: Buffer) -> Buffer: ...
+
+    def sample_rows(self, x: Buffer, batch: BatchHandle) -> Buffer:
+        """Only the rows that sample."""
+        ...
+
+    def sample(self, logits: Buffer, rows: SamplingRows) -> SampledRows:
+        """Choose tokens; the one operation that returns host arrays."""
+        ...

@@ -1,0 +1,179 @@
+"""Messages between the server process and the core process: one msgpack message a step each way.
+
+The core sees token ids only; text, stop strings and templates stay on the server's side. A request may ask
+for `n` sequences; every sequence is named by (request_id, index).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How the tokens of one request are chosen. Every default is "has no effect".
+
+    `top_k` 0 means no limit. `seed` is always set by the time the core sees it, so a preempted sequence
+    draws the same tokens again; sequence `index` of a request draws from (seed, index, position).
+    `stop_token_ids` already holds the model's end-of-sequence ids unless the request ignores them.
+    `logprobs` is the number of alternatives to return besides the chosen token; None means none at all.
+    """
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
+    """Start generating. `arrival_s` is `time.time()` at the server; lower `priority` runs earlier."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
+    """Stop a sequence (or, with index None, all sequences of the request) and free its blocks."""
+
+    request_id: str
+    index: int | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", kw_only=True):
+    """Forget every cached block that no running sequence holds."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
+    """Leave the loop and exit 0."""
+
+
+ToCore = AddRequest | AbortRequest | ResetPrefixCache | Stop
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one sampled token: of itself and of the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What one step gave one sequence. `stop_token_id` is set when a token ended it."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache; set with the sequence's first token."""
+    queue_s: float = 0.0
+    """Seconds from arrival to being scheduled for the first time; set with the first token."""
+    num_preemptions: int = 0
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters after a step. `*_total` grow for the life of the core; the rest are the present state."""
+
+    step: int
+    step_s: float
+    num_running: int
+    num_waiting: int
+    waiting_reason: Literal["", "max_num_seqs", "kv_cache"]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prefix_queries_total: int
+    prefix_hits_total: int
+    preemptions_total: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step", kw_only=True):
+    """Sent after every step, also when it gave no token: it is the heartbeat."""
+
+    outputs: list[SequenceOutput]
+    stats: StepStats
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading", kw_only=True):
+    """Progress while the core starts, `done` and `total` in bytes or steps of `phase`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core found out while starting; everything the start-up block prints."""
+
+    model: str
+    family: str
+    device: str
+    dtype: str
+    kernels: str
+    instruction_set: str
+    threads: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    kv_cache_dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    step_time_target_s: float
+    phase_seconds: dict[str, float]
+    notes: list[str]
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of `max_model_len` tokens that fit the KV cache at once."""
+        return self.kv_cache_tokens / self.max_model_len
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    info: EngineInfo
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag="prefix_cache_reset", kw_only=True):
+    num_blocks: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """The core could not start. `message` says what to change."""
+
+    message: str
+
+
+FromCore = StepOutput | Loading | Ready | PrefixCacheReset | Failed
+
+to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder = msgspec.msgpack.Decoder(FromCore)
+encode = msgspec.msgpack.Encoder().encode
