@@ -162,6 +162,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     info: EngineInfo
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """The answer to an AddRequest that can never run, or that finds the queue full. It has left no trace."""
+
+    request_id: str
+    code: str
+    """context_length_exceeded, kv_cache_too_small, queue_full or invalid_request."""
+    message: str
+
+
 class PrefixCacheReset(msgspec.Struct, frozen=True, tag="prefix_cache_reset", kw_only=True):
     num_blocks: int
 
@@ -172,7 +181,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     message: str
 
 
-FromCore = StepOutput | Loading | Ready | PrefixCacheReset | Failed
+FromCore = StepOutput | Loading | Ready | Refused | PrefixCacheReset | Failed
 
 to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 from_core_decoder = msgspec.msgpack.Decoder(FromCore)
