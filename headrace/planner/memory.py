@@ -96,16 +96,15 @@ def plan_memory(
                 f"max_model_len is {max_model_len:,}, not the model's {config.max_position_embeddings:,}: "
                 f"the KV cache of {_gib(num_blocks * block_bytes)} GiB holds no more."
             )
-        if not settings.enable_chunked_prefill and settings.max_num_batched_tokens is not None:
-            if max_model_len > batched_tokens:
-                max_model_len = batched_tokens
-                notes.append(
-                    f"max_model_len is {max_model_len:,}: without chunked prefill a prompt must fit one step of "
-                    f"--max-num-batched-tokens {batched_tokens}."
-                )
+        if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
+            max_model_len = batched_tokens
+            notes.append(
+                f"max_model_len is {max_model_len:,}: without chunked prefill a prompt must fit one step of "
+                f"--max-num-batched-tokens {batched_tokens}."
+            )
     else:
         if wanted_len > capacity:
-            raise ConfigError(_too_long(settings, room, wanted_len, block_size, num_blocks, device))
+            raise ConfigError(_too_long(settings, room, wanted_len, block_size, num_blocks))
         max_model_len = wanted_len
 
     if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
@@ -182,7 +181,7 @@ def _exact_pool(wanted_bytes: int, room: _Room) -> int:
     fits = max(0, left) // room.block_bytes * room.block_bytes
     raise ConfigError(
         f"--kv-cache-memory-bytes {wanted_bytes} ({_gib(wanted_bytes)} GiB) is more than the {_gib(max(0, left))} GiB "
-        f"left beside the model's {_gib(room.fixed_bytes)} GiB in {_gib(room.available_bytes)} GiB of available memory. "
+        f"left beside the model's {_gib(room.fixed_bytes)} GiB in the {_gib(room.available_bytes)} GiB available. "
         + (f"Use --kv-cache-memory-bytes {fits}." if fits else "Use a smaller or more strongly quantised model.")
     )
 
@@ -205,15 +204,15 @@ def _no_block(settings: EngineSettings, room: _Room) -> str:
     return facts + "No utilization is enough: use a smaller or more strongly quantised model, or free memory."
 
 
-def _too_long(
-    settings: EngineSettings, room: _Room, wanted_len: int, block_size: int, num_blocks: int, device: str
-) -> str:
+def _too_long(settings: EngineSettings, room: _Room, wanted_len: int, block_size: int, num_blocks: int) -> str:
     needed_bytes = math.ceil(wanted_len / block_size) * room.block_bytes
+    pool = _gib(num_blocks * room.block_bytes)
     facts = (
-        f"To serve at least one request with the model's max seq len ({wanted_len}), {_gib(needed_bytes)} GiB KV cache "
-        f"is needed, which is larger than the available KV cache memory ({_gib(num_blocks * room.block_bytes)} GiB). "
+        f"To serve at least one request with the model's max seq len ({wanted_len}), {_gib(needed_bytes)} GiB KV "
+        f"cache is needed, which is larger than the available KV cache memory ({pool} GiB). "
     )
-    shorter = f"the estimated maximum model length is {num_blocks * block_size}: use --max-model-len {num_blocks * block_size}."
+    fits = num_blocks * block_size
+    shorter = f"the estimated maximum model length is {fits}: use --max-model-len {fits}."
     if settings.kv_cache_memory_bytes is not None:
         if needed_bytes <= room.available_bytes - room.fixed_bytes:
             return facts + f"Use --kv-cache-memory-bytes {needed_bytes}."

@@ -145,29 +145,35 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_available_memory_is_the_tightest_of_machine_and_nested_cgroups_v2(tmp_path):
-    root = write(tmp_path, {
-        "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/cgroup.controllers": "memory",
-        "sys/fs/cgroup/a/memory.max": f"{8 * GIB}",
-        "sys/fs/cgroup/a/memory.current": f"{3 * GIB}",
-        "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB}\n",
-        "sys/fs/cgroup/a/b/memory.max": "max",
-        "sys/fs/cgroup/a/b/memory.current": f"{2 * GIB}",
-    })
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/cgroup.controllers": "memory",
+            "sys/fs/cgroup/a/memory.max": f"{8 * GIB}",
+            "sys/fs/cgroup/a/memory.current": f"{3 * GIB}",
+            "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/a/b/memory.max": "max",
+            "sys/fs/cgroup/a/b/memory.current": f"{2 * GIB}",
+        },
+    )
     assert host.machine_available_bytes(root) == 16 * GIB
     assert host.cgroup_v2_available_bytes(root) == 6 * GIB
     assert host.available_memory_bytes(root) == 6 * GIB
 
 
 def test_available_memory_reads_cgroup_v1_also_where_the_path_is_hidden_by_a_container(tmp_path):
-    root = write(tmp_path, {
-        "proc/meminfo": "MemAvailable: 16777216 kB\n",
-        "proc/self/cgroup": "4:memory:/docker/abc\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
-        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 2}\n",
-    })
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemAvailable: 16777216 kB\n",
+            "proc/self/cgroup": "4:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 2}\n",
+        },
+    )
     assert host.cgroup_v1_available_bytes(root) == GIB * 3 // 2
     unlimited = write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"})
     assert host.cgroup_v1_available_bytes(unlimited) is None
