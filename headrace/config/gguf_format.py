@@ -132,7 +132,7 @@ class _Reader:
         magic = self.mapped[:4]
         if magic != b"GGUF":
             if self.mapped[:7] == b"version":
-                raise ConfigError(f"{self.path} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`.")
+                raise ConfigError(f"{self.path} is a Git LFS pointer, not the file: fetch it with `git lfs pull`.")
             raise ConfigError(f"{self.path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'.")
         self.position = 4
         version = self.u32("the version")
