@@ -1,0 +1,50 @@
+"""What both OpenAI dialects share in their answers: usage, and the values a generated choice is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.protocol.logprobs import ScoredToken
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def wire(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The fields every chunk and every whole answer of one request begin with. `created` in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a choice gained: usually one token and its text. The text is whole characters, free of stop strings.
+
+    `finish_reason` comes with the last one. `stop_reason` is the stop string or the id from `stop_token_ids` that
+    ended the choice; None when the model ended it. `tokens` are scored only when log-probabilities were asked.
+    `cached_tokens`: prompt tokens that came from the prefix cache, set with a choice's first delta.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[ScoredToken, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    cached_tokens: int = 0

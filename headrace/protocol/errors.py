@@ -1,0 +1,238 @@
+"""The error table: every answer that is not a result is made here.
+
+One exception, `ApiError`, carries what the client sees: status, type, code (a string), message, the field at
+fault. The body is `{"error": {message, type, param, code}, "message": ...}`; the message is repeated at top
+level for people who print the body and read `message`. Statuses and codes are the same in engine and gateway.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
+MAX_QUOTED_CHARS = 80
+
+
+class ApiError(Exception):
+    """A request that gets no result. Safe to show: the message never holds keys, paths of ours or stack traces."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def payload(self) -> dict[str, object]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error, "message": self.message}
+
+    def body(self) -> bytes:
+        return _encode(self.payload())
+
+
+def quoted(value: object) -> str:
+    """A value as JSON for an error message, shortened: the reader must recognise it, not read all of it."""
+    text = _encode(value).decode()
+    return text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "..."
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` was probably meant to be: same but for case, hyphens and dots, or close."""
+    candidates = list(names)
+    folded = {_fold(candidate): candidate for candidate in reversed(candidates)}
+    if _fold(name) in folded:
+        return folded[_fold(name)]
+    close = difflib.get_close_matches(_fold(name), list(folded), n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+# 400: the request itself
+
+
+def invalid_json(detail: str) -> ApiError:
+    return ApiError(400, f"The request body is not valid JSON: {detail}", code="invalid_json")
+
+
+def not_an_object(found: str) -> ApiError:
+    return ApiError(400, f"The request body must be a JSON object, but it is {found}.", code="invalid_json")
+
+
+def duplicate_key(name: str) -> ApiError:
+    message = f"The request body has the key {quoted(name)} twice; send it once."
+    return ApiError(400, message, code="duplicate_key", param=name)
+
+
+def invalid_value(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def invalid_type(param: str, expected: str, found: str) -> ApiError:
+    return ApiError(400, f"`{param}` must be {expected}, but it is {found}.", code="invalid_type", param=param)
+
+
+def out_of_range(param: str, value: object, allowed: str) -> ApiError:
+    return invalid_value(param, f"`{param}` must be {allowed}, but it is {quoted(value)}.")
+
+
+def missing_field(param: str, advice: str) -> ApiError:
+    return ApiError(400, f"`{param}` is missing: {advice}", code="missing_field", param=param)
+
+
+def unsupported_field(param: str, advice: str = "") -> ApiError:
+    message = f"`{param}` is not supported yet by this server." + (f" {advice}" if advice else "")
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
+def context_length_exceeded(
+    *, limit: int, prompt_tokens: int, max_tokens: int | None, where: str, limit_param: str = "max_tokens"
+) -> ApiError:
+    """`max_tokens` None: the prompt alone leaves no room for one token. `where` is "messages" or "prompt"."""
+    start = f"This model's maximum context length is {limit} tokens. However, "
+    if max_tokens is None or prompt_tokens >= limit:
+        message = (
+            f"{start}the {where} alone {'have' if where == 'messages' else 'has'} {prompt_tokens} tokens, and at least "
+            f"one must be left for the answer. Shorten the {where} by {prompt_tokens - limit + 1} tokens or more."
+        )
+        return ApiError(400, message, code="context_length_exceeded", param=where)
+    message = (
+        f"{start}you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {where}, {max_tokens} in "
+        f"the completion). Set `{limit_param}` to {limit - prompt_tokens} or less, or shorten the {where}."
+    )
+    return ApiError(400, message, code="context_length_exceeded", param=limit_param)
+
+
+def no_chat_template() -> ApiError:
+    message = (
+        "This model has no chat template, so messages cannot be turned into a prompt. Start the server with "
+        "--chat-template FILE, or send a finished prompt to /v1/completions."
+    )
+    return ApiError(400, message, code="no_chat_template", param="messages")
+
+
+def chat_template_failed(detail: str) -> ApiError:
+    message = f"The model's chat template cannot render these messages: {detail}"
+    return ApiError(400, message, code="invalid_messages", param="messages")
+
+
+def refused(code: str, message: str) -> ApiError:
+    """What the scheduler answers to a request that can never run, or that finds the queue full (429)."""
+    return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code)
+
+
+# 401, 403: who asks
+
+
+def missing_api_key() -> ApiError:
+    return _unauthorized(
+        "missing_api_key",
+        "No API key was sent, and this server was started with --api-key. "
+        "Send the header `Authorization: Bearer <your key>`.",
+    )
+
+
+def malformed_authorization(detail: str) -> ApiError:
+    return _unauthorized(
+        "malformed_authorization",
+        f"The Authorization header is not understood: {detail} It must read `Authorization: Bearer <your key>`.",
+    )
+
+
+def invalid_api_key() -> ApiError:
+    return _unauthorized(
+        "invalid_api_key",
+        "The API key is not one of this server's keys. Compare it with the value of --api-key; look for a missing or "
+        "additional character.",
+    )
+
+
+def _unauthorized(code: str, message: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
+
+
+def origin_not_allowed(origin: str) -> ApiError:
+    message = f"The origin {quoted(origin)} is not allowed by this server. Start it with --allowed-origins."
+    return ApiError(403, message, type="permission_error", code="origin_not_allowed")
+
+
+# 404, 405, 501: where it goes
+
+
+def model_not_found(name: str, served: Iterable[str]) -> ApiError:
+    names = list(served)
+    guess = nearest(name, names)
+    hint = f" Did you mean `{guess}`?" if guess else ""
+    message = f"The model `{name[:MAX_QUOTED_CHARS]}` does not exist.{hint} This server serves: {', '.join(names)}."
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+def unknown_endpoint(method: str, path: str, known: Iterable[str]) -> ApiError:
+    guess = nearest(path, known)
+    hint = f" Did you mean {guess}?" if guess else " /openapi.json lists all of them."
+    return ApiError(404, f"There is no {method} {path[:MAX_QUOTED_CHARS]} on this server.{hint}", code="unknown_endpoint")
+
+
+def method_not_allowed(method: str, path: str, allowed: Iterable[str]) -> ApiError:
+    names = ", ".join(sorted(allowed))
+    message = f"{path} does not take {method}; use {names}."
+    return ApiError(405, message, code="method_not_allowed", headers={"allow": names})
+
+
+def not_implemented(path: str, feature: str) -> ApiError:
+    message = f"{path} is not available: {feature} is not supported yet by this server."
+    return ApiError(501, message, code="not_implemented", headers={"x-should-retry": "false"})
+
+
+# 408, 413: the body's way here
+
+
+def request_timeout(seconds: float) -> ApiError:
+    message = f"The request body did not arrive: nothing was received for {seconds:g} s."
+    return ApiError(408, message, code="request_timeout", headers={"connection": "close"})
+
+
+def request_too_large(limit_bytes: int) -> ApiError:
+    message = f"The request body is larger than this server's limit of {limit_bytes} bytes."
+    return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+# 429, 500, 503: the server's own state
+
+
+def queue_full(message: str, retry_after_s: int = 1) -> ApiError:
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
+
+
+def internal_error(error_id: str) -> ApiError:
+    message = f"The server failed while answering this request. Its log has the details under the id {error_id}."
+    return ApiError(500, message, type="server_error", code="internal_error")
+
+
+def engine_error(message: str) -> ApiError:
+    return ApiError(500, message, type="server_error", code="engine_error")
+
+
+def unavailable(code: str, message: str, retry_after_s: int = 2) -> ApiError:
+    """`code`: engine_loading, engine_restarting, engine_failed or draining."""
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(503, message, type="server_error", code=code, headers=headers)

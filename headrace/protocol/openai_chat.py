@@ -1,0 +1,186 @@
+"""The dialect of /v1/chat/completions: its request fields, its messages, its answers whole and in chunks.
+
+    {"messages": [{"role": "user", "content": "Hi"}]}  ->  {"choices": [{"message": {"content": "Hello!"}, ...}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.protocol import errors
+from headrace.protocol.answers import AnswerHead, Delta, Usage
+from headrace.protocol.logprobs import chat_logprobs
+from headrace.protocol.sampling import MAX_LOGPROBS
+
+ROLES = ("system", "developer", "user", "assistant")
+_TEMPLATE_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a chat request besides those of `SamplingFields`."""
+
+    messages: list[dict[str, object]]
+    model: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    """Variables for the model's chat template, such as `enable_thinking`."""
+
+
+def asked_max_tokens(fields: ChatFields, max_tokens: int | None) -> tuple[int | None, str]:
+    """The limit and the name of the field that set it. Raises ApiError when the two names disagree."""
+    newer = fields.max_completion_tokens
+    if newer is not None and max_tokens is not None and newer != max_tokens:
+        raise errors.invalid_value(
+            "max_completion_tokens",
+            f"`max_completion_tokens` is {newer} and `max_tokens` is {max_tokens}; they mean the same, send one.",
+        )
+    return (newer, "max_completion_tokens") if newer is not None else (max_tokens, "max_tokens")
+
+
+def asked_logprobs(fields: ChatFields) -> int | None:
+    """How many alternatives to return beside each token; None for no log-probabilities."""
+    top = fields.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise errors.out_of_range("top_logprobs", top, f"between 0 and {MAX_LOGPROBS}")
+    if not fields.logprobs:
+        if top:
+            raise errors.invalid_value("top_logprobs", "`top_logprobs` has an effect only with `logprobs` true.")
+        return None
+    return top or 0
+
+
+def template_variables(fields: ChatFields) -> dict[str, object]:
+    variables = fields.chat_template_kwargs or {}
+    for name in _TEMPLATE_OWN_NAMES:
+        if name in variables:
+            raise errors.invalid_value(
+                f"chat_template_kwargs.{name}", f"`chat_template_kwargs` may not set `{name}`; it has its own field."
+            )
+    return variables
+
+
+def plain_messages(messages: Sequence[dict[str, object]], *, knows_developer: bool) -> list[dict[str, object]]:
+    """The messages as a template takes them: content a string, null fields gone, `developer` a system message
+    unless the template knows that role. Raises ApiError (400) naming the message at fault."""
+    if not messages:
+        raise errors.invalid_value("messages", "`messages` is empty; send at least one message.")
+    return [_plain_message(message, f"messages[{place}]", knows_developer) for place, message in enumerate(messages)]
+
+
+def _plain_message(message: dict[str, object], path: str, knows_developer: bool) -> dict[str, object]:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise errors.missing_field(f"{path}.role", f"each message needs one of the roles {', '.join(ROLES)}.")
+    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+        at = f"{path}.role" if role in ("tool", "function") else f"{path}.tool_calls"
+        raise errors.unsupported_field(at, "Tool calling is a feature to come.")
+    if role not in ROLES:
+        guess = errors.nearest(role, ROLES)
+        hint = f" Did you mean `{guess}`?" if guess else ""
+        allowed = ", ".join(ROLES)
+        raise errors.invalid_value(f"{path}.role", f"`{path}.role` is {errors.quoted(role)}; use {allowed}.{hint}")
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["role"] = "system" if role == "developer" and not knows_developer else role
+    plain["content"] = _text(message.get("content"), f"{path}.content", role)
+    return plain
+
+
+def _text(content: object, path: str, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part_text(part, f"{path}[{place}]") for place, part in enumerate(content))
+    if content is None and role == "assistant":
+        return ""
+    found = "missing or null" if content is None else f"{errors.quoted(content)}"
+    raise errors.invalid_value(path, f"`{path}` must be a string or a list of text parts, but it is {found}.")
+
+
+def _part_text(part: object, path: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise errors.invalid_value(path, f'`{path}` must be an object such as {{"type": "text", "text": "..."}}.')
+    if part["type"] not in ("text", "input_text", "output_text"):
+        feature = f"Content of type {errors.quoted(part['type'])} needs a model that takes it; this one takes text."
+        raise errors.unsupported_field(path, feature)
+    if not isinstance(part.get("text"), str):
+        raise errors.invalid_value(f"{path}.text", f"`{path}.text` must be a string.")
+    return str(part["text"])
+
+
+class ChatAnswer:
+    """Builds the answer to one chat request from deltas."""
+
+    def __init__(self, head: AnswerHead, *, with_logprobs: bool, with_token_ids: bool, prompt_ids: list[int]) -> None:
+        self._head = head
+        self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
+        self._prompt_ids = prompt_ids
+
+    def opening(self, index: int) -> list[dict[str, object]]:
+        """The chunk that begins a choice: the role and no text."""
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        chunk = self._chunk([choice])
+        if self._with_token_ids:
+            chunk["prompt_token_ids"] = self._prompt_ids
+        return [chunk]
+
+    def chunks(self, delta: Delta) -> list[dict[str, object]]:
+        chunks = []
+        if delta.text or delta.token_ids:
+            choice: dict[str, object] = {"index": delta.index, "delta": {"content": delta.text}}
+            choice["logprobs"] = chat_logprobs(delta.tokens or ()) if self._with_logprobs else None
+            choice["finish_reason"] = None
+            if self._with_token_ids:
+                choice["token_ids"] = delta.token_ids
+            chunks.append(self._chunk([choice]))
+        if delta.finish_reason is not None:
+            choice = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
+            choice["stop_reason"] = delta.stop_reason
+            chunks.append(self._chunk([choice]))
+        return chunks
+
+    def usage_chunk(self, usage: Usage) -> dict[str, object]:
+        return {**self._chunk([]), "usage": usage.wire()}
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, object]:
+        """`choices`: each choice's deltas joined into one."""
+        answer = self._start("chat.completion")
+        answer["choices"] = [self._choice(choice) for choice in choices]
+        answer["usage"] = usage.wire()
+        if self._with_token_ids:
+            answer["prompt_token_ids"] = self._prompt_ids
+        return answer
+
+    def _choice(self, choice: Delta) -> dict[str, object]:
+        wire: dict[str, object] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(choice.tokens or ()) if self._with_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._with_token_ids:
+            wire["token_ids"] = choice.token_ids
+        return wire
+
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
+        chunk = self._start("chat.completion.chunk")
+        chunk["choices"] = choices
+        return chunk
+
+    def _start(self, object_name: str) -> dict[str, object]:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": object_name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+        }

@@ -1,0 +1,240 @@
+"""Request fields that decide which tokens are chosen and how text is made of them: one set for all dialects.
+
+A request's own values win; a field it leaves out takes the model author's default (generation_config.json, as
+changed by --override-generation-config); what neither names has no effect. `sampling_params` is where these
+become the engine's `SamplingParams`, each value checked against its range.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.protocol import errors
+from headrace.protocol.ipc import SamplingParams
+
+GREEDY_BELOW = 1e-5
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 128
+MAX_STOP_CHARS = 4096
+SEED_MASK = 2**63 - 1
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chat and completions share. None means the client did not send it (or sent null)."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens in logprobs as `token_id:N`: exact also where a token is half a character."""
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # No effect on the answer, by OpenAI's own definition.
+    user: str | None = None
+    metadata: dict[str, object] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How a choice's tokens become text, and which text ends it."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    min_tokens: int = 0
+    """Stop strings are not looked for before this many tokens."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the served model allows; the same for every request."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def default_sampling(
+    generation_config: Mapping[str, object], mode: str, override: Mapping[str, object]
+) -> dict[str, float]:
+    """The values for fields a request leaves out: the model author's unless `mode` is "none", then `override`.
+
+    Names are generation_config.json's; `max_new_tokens` limits answers whose request names no limit. Raises
+    ValueError naming an override that has no meaning here.
+    """
+    unknown = [name for name in override if name not in _DEFAULTABLE]
+    if unknown:
+        known = ", ".join(_DEFAULTABLE)
+        raise ValueError(f"--override-generation-config does not know `{unknown[0]}`; it takes {known}.")
+    own = {} if mode in ("none", "vllm") else generation_config
+    chosen = {name: value for source in (own, override) for name, value in source.items() if name in _DEFAULTABLE}
+    defaults: dict[str, float] = {}
+    for name, value in chosen.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"the generation config's `{name}` must be a number, but it is {value!r}.")
+        defaults[name] = value
+    return defaults
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Raises ApiError (400) for an empty, very long or very numerous stop."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise errors.invalid_value("stop", f"`stop` has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.")
+    for string in strings:
+        if not string:
+            raise errors.invalid_value("stop", "`stop` holds an empty string, which would end every answer at once.")
+        if len(string) > MAX_STOP_CHARS:
+            raise errors.invalid_value("stop", f"a string in `stop` is longer than {MAX_STOP_CHARS} characters.")
+    return strings
+
+
+def text_rules(fields: SamplingFields) -> TextRules:
+    spaces = fields.spaces_between_special_tokens
+    return TextRules(
+        stop=stop_strings(fields.stop),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=spaces is not False,
+        min_tokens=fields.min_tokens or 0,
+    )
+
+
+def sampling_params(
+    fields: SamplingFields,
+    defaults: Mapping[str, float],
+    limits: ModelLimits,
+    *,
+    prompt_tokens: int,
+    where: str,
+    max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
+    fallback_max_tokens: int | None = None,
+    logprobs: int | None = None,
+) -> SamplingParams:
+    """The engine's parameters. Raises ApiError (400) with the value and what is allowed.
+
+    `where` ("messages" or "prompt") names the input in errors. `max_tokens` None takes the default: the smaller of
+    what fits, `fallback_max_tokens` and the generation config's `max_new_tokens`.
+    """
+
+    def number(name: str, neutral: float, allowed: Callable[[float], bool], words: str) -> float:
+        sent = getattr(fields, name)
+        value = sent if sent is not None else defaults.get(name, neutral)
+        if not math.isfinite(value) or not allowed(value):
+            raise errors.out_of_range(name, value, words)
+        return float(value)
+
+    temperature = number("temperature", 1.0, lambda v: 0 <= v <= 100, "between 0 and 100")
+    top_p = number("top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+    top_k = int(number("top_k", 0, lambda v: v >= -1, "-1 or 0 (off), or the number of tokens to choose from"))
+    min_p = number("min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+    repetition = number("repetition_penalty", 1.0, lambda v: 0 < v <= 100, "more than 0 and at most 100 (1 is off)")
+    presence = number("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
+    frequency = number("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
+    n = int(number("n", 1, lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"))
+    if top_p == 0:
+        top_p, top_k = 1.0, 1
+    if fields.seed is not None and not -(2**63) <= fields.seed < 2**64:
+        raise errors.out_of_range("seed", fields.seed, "between -2^63 and 2^64 - 1")
+    if fields.priority is not None and not -(2**31) <= fields.priority < 2**31:
+        raise errors.out_of_range("priority", fields.priority, "between -2^31 and 2^31 - 1")
+
+    room = limits.max_model_len - prompt_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise errors.out_of_range(max_tokens_field, max_tokens, "1 or more")
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        raise errors.context_length_exceeded(
+            limit=limits.max_model_len,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            where=where,
+            limit_param=max_tokens_field,
+        )
+    if max_tokens is None:
+        config_limit = defaults.get("max_new_tokens")
+        candidates = (room, fallback_max_tokens, int(config_limit) if config_limit else None)
+        max_tokens = max(1, min(value for value in candidates if value is not None))
+    min_tokens = fields.min_tokens or 0
+    if not 0 <= min_tokens <= max_tokens:
+        raise errors.out_of_range("min_tokens", min_tokens, f"between 0 and the answer's limit of {max_tokens} tokens")
+
+    stop_token_ids = fields.stop_token_ids or []
+    check_token_ids("stop_token_ids", stop_token_ids, limits.vocab_size)
+    eos = () if fields.ignore_eos else limits.eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        n=n,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=_logit_bias(fields.logit_bias, limits.vocab_size),
+        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_token_ids))),
+        min_tokens=min_tokens,
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed & SEED_MASK,
+        logprobs=logprobs,
+    )
+
+
+def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises ApiError (400) naming the first id that the vocabulary does not have."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        allowed = f"this model's vocabulary is 0 to {vocab_size - 1}"
+        raise errors.invalid_value(param, f"`{param}` holds the token id {errors.quoted(wrong)}; {allowed}.")
+
+
+def _logit_bias(bias: dict[int, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not bias:
+        return None
+    check_token_ids("logit_bias", bias.keys(), vocab_size)
+    for token_id, value in bias.items():
+        if not -100 <= value <= 100:
+            raise errors.out_of_range(f"logit_bias.{token_id}", value, "between -100 and 100")
+    return bias

@@ -1,0 +1,148 @@
+"""Request fields this server knows by name and does not implement yet.
+
+A value that asks for something is refused by the field's name, so that nobody gets unconstrained text while
+believing it constrained. A value that asks for nothing (`"tools": []`, `"best_of": 1` with n 1) passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from headrace.protocol import errors
+
+
+def _asks_nothing(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _one_of(*harmless: object) -> Callable[[object], bool]:
+    """Nothing, or one of these."""
+    return lambda value: _asks_nothing(value) or _equals_one(value, harmless)
+
+
+def _only(*harmless: object) -> Callable[[object], bool]:
+    """Null or one of these: here false asks for something."""
+    return lambda value: value is None or _equals_one(value, harmless)
+
+
+def _equals_one(value: object, harmless: tuple[object, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless)
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """`harmless` says which values have no effect; `advice` ends the refusal."""
+
+    harmless: Callable[[object], bool] = _asks_nothing
+    advice: str = ""
+
+
+_PLAIN = Unbuilt()
+_STRUCTURED = Unbuilt(advice="Structured output is a feature to come.")
+_TOOLS = Unbuilt(advice="Tool calling is a feature to come.")
+_ZERO = Unbuilt(_one_of(0))
+_WITHOUT_EFFECT_ALONE = Unbuilt(_anything)
+"""Only tunes another field of this table, which is refused itself."""
+
+UNBUILT: Mapping[str, Unbuilt] = {
+    # Tools and structured output.
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "tool_choice": Unbuilt(_one_of("none", "auto"), _TOOLS.advice),
+    "function_call": Unbuilt(_one_of("none", "auto"), _TOOLS.advice),
+    "parallel_tool_calls": _WITHOUT_EFFECT_ALONE,
+    "response_format": Unbuilt(_one_of({"type": "text"}), _STRUCTURED.advice),
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "structural_tag": _STRUCTURED,
+    "guided_decoding_backend": _WITHOUT_EFFECT_ALONE,
+    "guided_whitespace_pattern": _WITHOUT_EFFECT_ALONE,
+    "regex": _STRUCTURED,
+    "ebnf": _STRUCTURED,
+    "grammar": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    # Sampling.
+    "use_beam_search": _PLAIN,
+    "length_penalty": Unbuilt(_one_of(1)),
+    "early_stopping": _PLAIN,
+    "truncate_prompt_tokens": Unbuilt(advice="Shorten the input before sending it."),
+    "truncation_side": _WITHOUT_EFFECT_ALONE,
+    "prompt_logprobs": _PLAIN,
+    "logprob_token_ids": _PLAIN,
+    "allowed_token_ids": _PLAIN,
+    "bad_words": _PLAIN,
+    "thinking_token_budget": _PLAIN,
+    "repetition_detection": _PLAIN,
+    "watermarking": _PLAIN,
+    "logits_processors": _PLAIN,
+    "custom_logit_processor": _PLAIN,
+    "stop_regex": _PLAIN,
+    "no_stop_trim": Unbuilt(advice="Use `include_stop_str_in_output`."),
+    "dry_multiplier": _ZERO,
+    "dry_base": _WITHOUT_EFFECT_ALONE,
+    "dry_allowed_length": _WITHOUT_EFFECT_ALONE,
+    "dry_penalty_last_n": _WITHOUT_EFFECT_ALONE,
+    "dry_sequence_breakers": _WITHOUT_EFFECT_ALONE,
+    "xtc_probability": _ZERO,
+    "xtc_threshold": _WITHOUT_EFFECT_ALONE,
+    "mirostat": _ZERO,
+    "mirostat_tau": _WITHOUT_EFFECT_ALONE,
+    "mirostat_eta": _WITHOUT_EFFECT_ALONE,
+    "samplers": _PLAIN,
+    "n_probs": Unbuilt(_one_of(0), "Use `logprobs`."),
+    # Template and input.
+    "documents": _PLAIN,
+    "echo": Unbuilt(advice="It works on /v1/completions."),
+    "chat_template": Unbuilt(advice="Start the server with --chat-template FILE."),
+    "mm_processor_kwargs": _PLAIN,
+    "media_io_kwargs": _PLAIN,
+    "reasoning_effort": Unbuilt(_one_of("none"), "This model's answers have no separate reasoning."),
+    "include_reasoning": Unbuilt(_only(True)),
+    "separate_reasoning": _WITHOUT_EFFECT_ALONE,
+    "stream_reasoning": _WITHOUT_EFFECT_ALONE,
+    "prompt_embeds": _PLAIN,
+    "suffix": Unbuilt(advice="Only text after the prompt is generated; nothing can be inserted before a suffix."),
+    "modalities": Unbuilt(_one_of(["text"])),
+    "audio": _PLAIN,
+    "prediction": _PLAIN,
+    "web_search_options": _PLAIN,
+    "verbosity": Unbuilt(_one_of("medium")),
+    "service_tier": Unbuilt(_one_of("auto", "default")),
+    # Control.
+    "kv_transfer_params": _PLAIN,
+    "vllm_xargs": _PLAIN,
+    "session_id": _PLAIN,
+    "session_params": _PLAIN,
+    "rid": Unbuilt(advice="Use `request_id`."),
+    "lora_path": _PLAIN,
+    "return_token_offsets": _PLAIN,
+    "return_prompt_text": _PLAIN,
+    "return_hidden_states": _PLAIN,
+    "stream_interval": Unbuilt(_one_of(1)),
+    "cache_prompt": Unbuilt(_only(True), "The prefix cache is a setting of the server: --no-enable-prefix-caching."),
+    "id_slot": Unbuilt(_one_of(-1)),
+    "timings_per_token": _PLAIN,
+}
+
+
+def unknown_fields(others: Mapping[str, object], n: int | None) -> list[str]:
+    """Names in `others` that no dialect knows. Raises ApiError (400) for a known one that asks for something."""
+    unknown = []
+    for name, value in others.items():
+        if name == "best_of":
+            if value is not None and (isinstance(value, bool) or value != (n or 1)):
+                raise errors.unsupported_field(name, f"It may only equal `n`, which is {n or 1}.")
+        elif name in UNBUILT:
+            if not UNBUILT[name].harmless(value):
+                raise errors.unsupported_field(name, UNBUILT[name].advice)
+        else:
+            unknown.append(name)
+    return unknown
