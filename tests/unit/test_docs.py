@@ -1,0 +1,91 @@
+"""The pages themselves: every block accounted for, no dead link, tables that match the code."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from headrace.protocol import errors
+from tests.documents import ROOT, blocks, relative_links
+
+
+def test_every_command_in_the_pages_is_run_or_says_why_not() -> None:
+    unmarked = [b.place for b in blocks() if b.language in ("bash", "sh", "python") and b.mark is None]
+    assert unmarked == []
+
+
+def test_python_in_the_pages_is_python() -> None:
+    for block in blocks():
+        if block.language == "python":
+            compile(block.text, block.place, "exec")
+
+
+def test_json_in_the_pages_is_json() -> None:
+    for block in blocks():
+        if block.language == "json":
+            msgspec.json.decode(block.text.encode())
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page, target in relative_links()
+        if not (page.parent / target).exists()
+    ]
+    assert dead == []
+
+
+def test_the_quickstart_says_the_same_in_both_languages() -> None:
+    english, chinese = ([b for b in blocks() if b.page == f"docs/quickstart{x}.md"] for x in ("", ".zh"))
+    shape = [[(b.language, b.mark, len(b.text.splitlines())) for b in page] for page in (english, chinese)]
+    assert shape[0] == shape[1]
+    headings = [re.findall(r"^## (\d)\.", (ROOT / f"docs/quickstart{x}.md").read_text(), re.M) for x in ("", ".zh")]
+    assert headings[0] == headings[1]
+
+
+def documented_errors() -> dict[str, tuple[int, str]]:
+    rows = re.findall(r"^\| (\d{3}) \| (\w+) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.M)
+    return {code: (int(status), type) for status, type, code in rows}
+
+
+def errors_in_code() -> dict[str, tuple[int, str]]:
+    """One of each constructor of the error table."""
+    made = [
+        errors.invalid_json("x"),
+        errors.duplicate_key("x"),
+        errors.missing_field("x", "y"),
+        errors.invalid_type("x", "y", "z"),
+        errors.invalid_value("x", "y"),
+        errors.unsupported_field("x"),
+        errors.context_length_exceeded(limit=8, prompt_tokens=9, max_tokens=None, where="prompt"),
+        errors.no_chat_template(),
+        errors.chat_template_failed("x"),
+        errors.missing_api_key(),
+        errors.malformed_authorization("x"),
+        errors.invalid_api_key(),
+        errors.origin_not_allowed("x"),
+        errors.model_not_found("x", ["y"]),
+        errors.unknown_endpoint("GET", "/x", ["/y"]),
+        errors.method_not_allowed("GET", "/x", ["POST"]),
+        errors.request_timeout(1),
+        errors.request_too_large(1),
+        errors.queue_full("x"),
+        errors.internal_error("x"),
+        errors.engine_error("x"),
+        errors.not_implemented("/x", "y"),
+        *(errors.unavailable(c, "x") for c in ("engine_loading", "engine_restarting", "engine_failed", "draining")),
+    ]
+    return {str(e.code): (e.status, e.type) for e in made}
+
+
+def test_the_error_page_is_the_error_table() -> None:
+    assert documented_errors() == errors_in_code()
+
+
+def test_every_error_code_in_the_source_is_on_the_error_page() -> None:
+    used = set()
+    for folder in ("protocol", "server"):
+        for path in (ROOT / "headrace" / folder).glob("*.py"):
+            used |= set(re.findall(r"""\bcode="(\w+)\"""", path.read_text()))
+    assert used - set(documented_errors()) == set()
