@@ -34,3 +34,40 @@ class Weight:
     def num_bytes(self) -> int:
         extra = (a.nbytes for a in (self.scales, self.offsets) if a is not None)
         return self.values.nbytes + sum(extra)
+
+    def rows(self, index: slice | NDArray[np.integer]) -> Weight:
+        """The same matrix with only the output rows of `index`, in its order (a view for a slice)."""
+        values = self.values[index]
+        return Weight(
+            shape=(values.shape[0], self.shape[1]),
+            values=values,
+            bits=self.bits,
+            group_size=self.group_size,
+            scales=None if self.scales is None else self.scales[index],
+            offsets=None if self.offsets is None else self.offsets[index],
+        )
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """[out, in] float32, a new array. Two roundings at most: of q * scale, then of + offset."""
+        if self.bits == 0:
+            return to_float32(self.values)
+        out, width = self.shape
+        dense = np.empty((out, width), np.float32)
+        if self.bits == 4:
+            dense[:, 0::2] = self.values & np.uint8(15)
+            dense[:, 1::2] = self.values >> np.uint8(4)
+        else:
+            dense[:] = self.values
+        grouped = dense.reshape(out, -1, self.group_size)
+        assert self.scales is not None
+        grouped *= self.scales[:, :, None]
+        if self.offsets is not None:
+            grouped += self.offsets[:, :, None]
+        return dense
+
+
+def to_float32(values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """Float32, float16 or bfloat16 bits (uint16) as a new float32 array."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
