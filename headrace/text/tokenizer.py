@@ -1,0 +1,294 @@
+"""Text to token ids and back, from a tokenizer.json or from the vocabulary inside a GGUF file.
+
+Encoding is the `tokenizers` library's. Decoding is ours, because a stream needs it exactly: every token is a
+fixed string of bytes (`token_bytes`), and text is those bytes joined and decoded as UTF-8. Two spellings of
+bytes exist: byte-level ("Ġthe" is b" the") and SentencePiece's ("▁the" is b" the", "<0x0A>" is b"\\n").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from headrace.config.errors import ConfigError
+from headrace.config.gguf_format import GGUFHeader, read_gguf
+from headrace.config.gguf_model import end_token_ids
+from headrace.config.model_files import ModelFiles, read_json_object
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# The value of tokenizer.ggml.pre: which of the word splits below the vocabulary was trained with.
+_WORD_SPLITS = {
+    "gpt-2": "gpt2",
+    "smollm": "smollm",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE spells printable bytes as themselves and the other 68 as characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tokenizer as its files give it."""
+
+    backend: Any
+    special_tokens: dict[str, str]
+    adds_bos: bool | None
+    """None = whatever the backend's own post-processor does."""
+    eos_token_ids: tuple[int, ...]
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads."""
+
+    def __init__(self, source: _Source, name: str) -> None:
+        backend = source.backend
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._spelling, self._strips_first_space = _spelling(backend, name)
+        added = backend.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        self.special_tokens: dict[str, str] = source.special_tokens
+        """The special tokens by role (bos_token, eos_token, unk_token, pad_token), as a chat template wants them."""
+        self.bos_token: str | None = source.special_tokens.get("bos_token")
+        self.eos_token: str | None = source.special_tokens.get("eos_token")
+        self.bos_token_id: int | None = self._id_of(self.bos_token)
+        self.eos_token_id: int | None = self._id_of(self.eos_token)
+        own = () if self.eos_token_id is None else (self.eos_token_id,)
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *source.eos_token_ids)))
+        """Every id that ends an answer: the tokenizer's and the model's."""
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
+        start = backend.encode("", add_special_tokens=True).ids
+        self._backend_adds_bos = self.bos_token_id is not None and start[:1] == [self.bos_token_id]
+        wanted = self._backend_adds_bos if source.adds_bos is None else source.adds_bos
+        self.adds_bos: bool = wanted and self.bos_token_id is not None
+
+    @classmethod
+    def load(cls, files: ModelFiles, override: Path | None = None) -> Tokenizer:
+        """The model's tokenizer, or the one at `override` (a directory, a tokenizer.json or a GGUF file).
+
+        Raises ConfigError naming the file looked for, or a kind of tokenizer that is not known.
+        """
+        model_eos = files.config.eos_token_ids
+        if override is None and files.gguf is not None:
+            return cls(_from_gguf(files.path, files.gguf, model_eos), str(files.path))
+        path = files.path if override is None else Path(override)
+        if path.suffix == ".gguf":
+            return cls(_from_gguf(path, read_gguf(path), model_eos), str(path))
+        return cls(_from_json(path, model_eos), str(path))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. Special tokens written out in the text ("<|im_end|>") become those tokens.
+
+        `add_special_tokens` adds what the tokenizer adds by itself, mostly the beginning-of-sequence token.
+        Raises ValueError for text that is not valid Unicode (a lone surrogate).
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeError, TypeError):
+            bad = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if bad is None:
+                raise
+            raise ValueError(
+                f"the text is not valid Unicode: a lone surrogate U+{ord(text[bad]):04X} at character {bad}"
+            ) from None
+        if add_special_tokens and self.adds_bos != self._backend_adds_bos:
+            return [self.bos_token_id, *ids] if self.bos_token_id is not None and self.adds_bos else ids[1:]
+        return ids
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Token ids of a rendered chat template, which has written its special tokens itself.
+
+        The beginning-of-sequence token is added only if the tokenizer adds one and the template did not.
+        """
+        ids = self.encode(rendered, add_special_tokens=False)
+        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of whole sequences; bytes that are not UTF-8 become U+FFFD."""
+        special = self._special if skip_special_tokens else ()
+        pieces = [self.token_bytes(token_id) for token_id in ids if token_id not in special]
+        raw = b"".join(pieces)
+        if self._strips_first_space and raw.startswith(b" "):
+            raw = raw[1:]
+        return raw.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of a token; b"" for an id that the model has a row for but the tokenizer no token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spelled(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """The bytes of one token as text; parts of characters become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of text (end of sequence, turn markers, ...)."""
+        return token_id in self._special
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its own spelling ("<|im_end|>", "Ġthe"), None if there is none."""
+        return self._id_of(token)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _spelled(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return b""
+        if self._spelling == "byte-level":
+            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            return token.encode() if None in values else bytes(v for v in values if v is not None)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+def _spelling(backend: Any, name: str) -> tuple[Literal["byte-level", "sentencepiece"], bool]:
+    """How tokens spell bytes, and whether a decoded text loses the space put before its first word."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    chain = state.get("decoders", [state])
+    kinds = [part.get("type") for part in chain]
+    if "ByteLevel" in kinds:
+        return "byte-level", False
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        strips = any(p.get("type") == "Strip" and p.get("content") == " " and p.get("start") for p in chain)
+        metaspace = any(p.get("type") == "Metaspace" and p.get("prepend_scheme", "always") != "never" for p in chain)
+        return "sentencepiece", strips or metaspace
+    raise ConfigError(
+        f"{name}: the tokenizer's decoder {', '.join(str(k) for k in kinds)} is not supported; known are ByteLevel, "
+        "and Metaspace or ByteFallback (SentencePiece)."
+    )
+
+
+def _from_json(path: Path, model_eos: tuple[int, ...]) -> _Source:
+    """A tokenizer.json with the tokenizer_config.json beside it."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        old = [n for n in ("tokenizer.model", "vocab.json") if (file.parent / n).exists()]
+        hint = (
+            f" It has {old[0]} instead; make one with `transformers.AutoTokenizer.from_pretrained(DIR)"
+            ".save_pretrained(DIR)`."
+            if old
+            else " Name another tokenizer with --tokenizer DIRECTORY."
+        )
+        raise ConfigError(f"{file} does not exist, and the tokenizer is read from it.{hint}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{file} is not a tokenizer.json that can be read: {error}.") from error
+    config_file = file.parent / "tokenizer_config.json"
+    config = read_json_object(config_file) if config_file.exists() else {}
+    map_file = file.parent / "special_tokens_map.json"
+    named = {**(read_json_object(map_file) if map_file.exists() else {}), **config}
+    special_tokens: dict[str, str] = {}
+    for role in _SPECIAL_NAMES:
+        value = named.get(role)
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(content, str):
+            special_tokens[role] = content
+    adds_bos = config.get("add_bos_token")
+    return _Source(backend, special_tokens, adds_bos if isinstance(adds_bos, bool) else None, model_eos)
+
+
+def _from_gguf(path: Path, header: GGUFHeader, model_eos: tuple[int, ...]) -> _Source:
+    """Build a byte-level BPE tokenizer from the vocabulary and merges in a GGUF file's metadata."""
+    metadata = header.metadata
+    model, split_name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    advice = "Name a directory with the model's tokenizer.json: --tokenizer DIRECTORY."
+    if model != "gpt2":
+        raise ConfigError(f"{path}: the GGUF tokenizer {model!r} is not supported; known is 'gpt2'. {advice}")
+    if split_name not in _WORD_SPLITS:
+        raise ConfigError(
+            f"{path}: the GGUF pre-tokenizer {split_name!r} is not supported; known are {', '.join(_WORD_SPLITS)}. "
+            f"{advice}"
+        )
+    split = _WORD_SPLITS[str(split_name)]
+    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(merges, list):
+        raise ConfigError(f"{path} has no tokenizer.ggml.tokens and .merges. {advice}")
+    vocab: dict[str, int] = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ConfigError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary appear twice. {advice}")
+    try:
+        pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split == "llama3"))
+    except Exception as error:
+        raise ConfigError(f"{path}: the vocabulary and merges do not fit together: {error}. {advice}") from error
+    backend.pre_tokenizer = _pre_tokenizer(split)
+    if split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    if isinstance(types, list) and len(types) == len(tokens):
+        backend.add_special_tokens(
+            [
+                AddedToken(t, special=True, normalized=False)
+                for t, kind in zip(tokens, types, strict=True)
+                if kind == _CONTROL
+            ]
+        )
+        backend.add_tokens(
+            [AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+        )
+    special_tokens: dict[str, str] = {}
+    for role, key in zip(_SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+            special_tokens[role] = tokens[token_id]
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split == "llama3")
+    eos = tuple(dict.fromkeys((*end_token_ids(header), *model_eos)))
+    return _Source(backend, special_tokens, bool(adds_bos), eos)
+
+
+def _pre_tokenizer(split: str) -> Any:
+    if split == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if split == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    words = Regex(_LLAMA3_WORDS if split == "llama3" else _QWEN2_WORDS)
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
