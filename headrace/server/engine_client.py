@@ -1,0 +1,405 @@
+"""The engine as the HTTP server knows it: `generate()` and a state; the core behind it may die and come back.
+
+A request is a stream of `SequenceOutput`. Between the core, which sends one message a step, and a client that
+reads slowly stands one merged output per sequence: a reader that falls behind gets more tokens at a time, and
+memory stays bounded by `n` outputs of at most `max_tokens` tokens.
+
+    loading ─► ready ─► restarting ─► ready ...        draining: no new requests, the running ones finish
+       └─► failed (it never came up: the message says what to change)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import msgspec
+
+from headrace.config.settings import EngineSettings
+from headrace.protocol import errors, ipc
+from headrace.protocol.errors import ApiError
+from headrace.server.metrics import EngineMetrics, RequestRecord
+from headrace.server.supervisor import Backoff, CoreProcess, Heartbeat, describe_exit
+
+logger = logging.getLogger("headrace.server")
+
+State = Literal["loading", "ready", "restarting", "draining", "failed"]
+
+TICK_S = 0.25
+
+
+class StartupError(Exception):
+    """The core could not start; the message says what to change."""
+
+
+class EngineClient:
+    """Owns the core process: starts it, watches it, restarts it, and carries requests to it and tokens back."""
+
+    def __init__(self, settings: EngineSettings, metrics: EngineMetrics | None = None) -> None:
+        self.settings = settings
+        self.metrics = metrics if metrics is not None else EngineMetrics(settings.model)
+        self.state: State = "loading"
+        self.info: ipc.EngineInfo | None = None
+        self.loading: ipc.Loading | None = None
+        self.last_stats: ipc.StepStats | None = None
+        self.num_restarts = 0
+        self.failure: str | None = None
+        self._core: CoreProcess | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._resets: list[asyncio.Future[int]] = []
+        self._heartbeat = Heartbeat(settings.step_timeout_s, TICK_S)
+        self._started = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._stopping = False
+        self._restart_at = 0.0
+        self._ready_at: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # life
+
+    async def start(self) -> None:
+        """Spawn the core and return; it loads in the background. `wait_ready` waits for it."""
+        core = await CoreProcess.spawn(self.settings, self._on_message)
+        self._core = core
+        self._tasks = [asyncio.create_task(self._supervise(core)), asyncio.create_task(self._watch())]
+
+    async def wait_ready(self) -> ipc.EngineInfo:
+        """Until the first core is ready. Raises StartupError with the core's advice if it cannot start."""
+        await self._started.wait()
+        if self.info is None:
+            raise StartupError(self.failure or "The engine was stopped while it was loading.")
+        return self.info
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; the running ones go on."""
+        self._draining = True
+        if self.state != "failed":
+            self.state = "draining"
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones. False if some were left after `timeout_s`."""
+        self.begin_drain()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return not self._streams
+
+    async def stop(self, patience_s: float = 1.0) -> None:
+        """End the core; every open request gets an error. Safe to call twice and while loading."""
+        self._stopping = True
+        self.begin_drain()
+        self._fail_all(errors.unavailable("draining", "The server is shutting down."))
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        core, self._core = self._core, None
+        if core is not None:
+            await core.stop(patience_s)
+        self._started.set()
+
+    def kill(self) -> None:
+        """End the core this instant, without cleaning up."""
+        if self._core is not None:
+            self._core.kill()
+
+    @property
+    def healthy(self) -> bool:
+        """Ready (or draining), and, if work is pending, a step has finished lately."""
+        return self.info is not None and self.state in ("ready", "draining") and not self._heartbeat.late
+
+    @property
+    def core_pid(self) -> int | None:
+        return self._core.pid if self._core is not None and self._core.running else None
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._streams)
+
+    # requests
+
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: ipc.SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[ipc.SequenceOutput]:
+        """The outputs of all `params.n` sequences as they come, until each has its finish_reason.
+
+        An output may carry the tokens of several steps if the caller was slow. Closing the iterator (or
+        cancelling the task that reads it) aborts what still runs. Raises ApiError: before the first output when
+        the request is refused (400, 429, 503), at any time when the engine dies (503) or its step fails (500).
+        """
+        core = self._accepting()
+        if request_id in self._streams:
+            raise errors.invalid_value("request_id", f"The request id {errors.quoted(request_id)} is in use.")
+        now = time.time()
+        record = RequestRecord(num_prompt_tokens=len(token_ids), params=params, arrived=time.perf_counter())
+        stream = _Stream(params.n, record)
+        self._streams[request_id] = stream
+        self._idle.clear()
+        try:
+            core.send(
+                ipc.AddRequest(
+                    request_id=request_id,
+                    token_ids=token_ids,
+                    params=params,
+                    arrival_s=now,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+            )
+            while (output := await stream.next()) is not None:
+                if output.finish_reason == "error":
+                    raise errors.engine_error(output.error or "The engine failed on this request.")
+                yield output
+        finally:
+            self._forget(request_id, stream)
+
+    def abort(self, request_id: str, index: int | None = None, reason: ipc.FinishReason = "abort") -> None:
+        """Stop a sequence, or all of the request; its stream goes on (or ends) without it.
+
+        `reason` is what the metrics count: "stop" when the text held a stop string, for instance.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None or self._core is None:
+            return
+        indexes = list(stream.open) if index is None else [index]
+        closed = [i for i in indexes if stream.close_sequence(i)]
+        if closed:
+            for _ in closed:
+                self.metrics.sequence_finished(reason)
+            self._core.send(ipc.AbortRequest(request_id=request_id, index=index))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget cached blocks that nobody uses; the number of blocks freed. Raises ApiError 503."""
+        core = self._accepting()
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets.append(answer)
+        core.send(ipc.ResetPrefixCache())
+        return await answer
+
+    def _accepting(self) -> CoreProcess:
+        if self._draining:
+            raise errors.unavailable("draining", "The server is shutting down and takes no new requests.")
+        if self.state == "ready" and self._core is not None:
+            return self._core
+        if self.state == "restarting":
+            wait_s = max(1, round(self._restart_at - time.monotonic() + 2))
+            raise errors.unavailable("engine_restarting", "The engine died and is being restarted.", wait_s)
+        if self.state == "failed":
+            raise errors.unavailable("engine_failed", "The engine could not start; see the server's log.", 30)
+        raise errors.unavailable("engine_loading", f"The model is still loading{self._progress()}.")
+
+    def _progress(self) -> str:
+        loading = self.loading
+        return f" ({loading.phase}, {100 * loading.done // loading.total} %)" if loading and loading.total else ""
+
+    def _forget(self, request_id: str, stream: _Stream) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+        if stream.open:
+            if self._core is not None and stream.error is None:
+                self._core.send(ipc.AbortRequest(request_id=request_id))
+            if not stream.refused:
+                for _ in stream.open:
+                    self.metrics.sequence_finished("error" if stream.error is not None else "abort")
+        if not stream.refused:
+            self.metrics.request_finished(stream.record)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+        resets, self._resets = self._resets, []
+        for answer in resets:
+            if not answer.done():
+                answer.set_exception(error)
+
+    # messages
+
+    def _on_message(self, message: ipc.FromCore) -> None:
+        match message:
+            case ipc.StepOutput(outputs=outputs, stats=stats):
+                now = time.perf_counter()
+                self._heartbeat.beat(stats.step_s)
+                self.last_stats = stats
+                self.metrics.step(stats)
+                for output in outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None and output.index in stream.open:
+                        self.metrics.output(stream.record, output, now)
+                        stream.push(output)
+            case ipc.Refused(request_id=request_id):
+                self._heartbeat.beat()
+                if (stream := self._streams.get(request_id)) is not None:
+                    self.metrics.refused(message.code)
+                    stream.refuse(_refusal(message))
+            case ipc.PrefixCacheReset(num_blocks=num_blocks):
+                if self._resets:
+                    answer = self._resets.pop(0)
+                    if not answer.done():
+                        answer.set_result(num_blocks)
+            case ipc.Loading():
+                self.loading = message
+            case ipc.Ready(info=info):
+                self.info = info
+                self.loading = None
+                self.metrics.engine_ready(info, self.settings)
+                self._heartbeat = Heartbeat(self.settings.step_timeout_s, TICK_S)
+                self._ready_at = time.monotonic()
+                if not self._draining:
+                    self.state = "ready"
+                self._started.set()
+            case ipc.Failed(message=text):
+                self.failure = text
+
+    # supervision
+
+    async def _supervise(self, core: CoreProcess) -> None:
+        backoff = Backoff()
+        while True:
+            status = await core.wait()
+            if self._stopping:
+                return
+            core.close()
+            self._core = None
+            reason = f"The engine process {describe_exit(status)}"
+            if self.info is None:
+                self.failure = self.failure or f"{reason} while it was loading."
+                self.state = "failed"
+                self._started.set()
+                return
+            self.metrics.core_lost()
+            ready_s = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
+            self._ready_at = None
+            delay_s = backoff.after_death(ready_s)
+            self._restart_at = time.monotonic() + delay_s
+            self.num_restarts += 1
+            if not self._draining:
+                self.state = "restarting"
+            logger.error("%s, %d open requests fail; restart in %.1f s.", reason, len(self._streams), delay_s)
+            if self.failure is not None:
+                logger.error("%s", self.failure)
+                self.failure = None
+            self._fail_all(
+                errors.unavailable("engine_restarting", f"{reason} before this request was done. Send it again.")
+            )
+            await asyncio.sleep(delay_s)
+            core = await self._respawn(backoff)
+            self._core = core
+
+    async def _respawn(self, backoff: Backoff) -> CoreProcess:
+        while True:
+            try:
+                return await CoreProcess.spawn(self.settings, self._on_message)
+            except OSError as error:
+                delay_s = backoff.after_death(0.0)
+                logger.error("The engine process cannot be started (%s); next try in %.1f s.", error, delay_s)
+                await asyncio.sleep(delay_s)
+
+    async def _watch(self) -> None:
+        was_late = False
+        while True:
+            await asyncio.sleep(TICK_S)
+            core = self._core
+            if core is None:
+                continue
+            core.receive_pending()
+            beat = self._heartbeat
+            beat.tick(time.monotonic(), pending=bool(self._streams) and self.state in ("ready", "draining"))
+            if beat.late and not was_late:
+                logger.error(
+                    "No step has finished for %.1f s while %d requests wait (limit %.1f s): /health answers 503.",
+                    beat.silent_s,
+                    len(self._streams),
+                    beat.timeout_s,
+                )
+            was_late = beat.late
+            if beat.dead:
+                logger.error("The engine is stuck (%.1f s without a step): it is killed.", beat.silent_s)
+                core.kill()
+                beat.beat()
+
+
+class _Stream:
+    """The outputs of one request that nobody has read yet: at most one, merged, for each sequence."""
+
+    def __init__(self, n: int, record: RequestRecord) -> None:
+        self.open = set(range(n))
+        self.record = record
+        self.error: ApiError | None = None
+        self.refused = False
+        self._unread: dict[int, ipc.SequenceOutput] = {}
+        self._reader: asyncio.Future[None] | None = None
+
+    async def next(self) -> ipc.SequenceOutput | None:
+        """The oldest unread output; None when all sequences have ended. Raises the stream's ApiError."""
+        while True:
+            if self._unread:
+                return self._unread.pop(next(iter(self._unread)))
+            if self.error is not None:
+                raise self.error
+            if not self.open:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+
+    def push(self, output: ipc.SequenceOutput) -> None:
+        unread = self._unread.get(output.index)
+        self._unread[output.index] = output if unread is None else merge(unread, output)
+        if output.finish_reason is not None:
+            self.open.discard(output.index)
+        self._wake()
+
+    def close_sequence(self, index: int) -> bool:
+        if index not in self.open:
+            return False
+        self.open.discard(index)
+        self._unread.pop(index, None)
+        self._wake()
+        return True
+
+    def refuse(self, error: ApiError) -> None:
+        self.refused = True
+        self.fail(error)
+
+    def fail(self, error: ApiError) -> None:
+        if self.open and self.error is None:
+            self.error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def merge(first: ipc.SequenceOutput, second: ipc.SequenceOutput) -> ipc.SequenceOutput:
+    """Two outputs of one sequence, in order, as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return msgspec.structs.replace(
+        second,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        queue_s=max(first.queue_s, second.queue_s),
+    )
+
+
+def _refusal(refused: ipc.Refused) -> ApiError:
+    if refused.code == "queue_full":
+        return errors.queue_full(refused.message)
+    return ApiError(400, refused.message, code=refused.code)
