@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 
-# Marks where the last message's text ends in the rendered prompt. Its trailing space survives unless the template trims.
+# Put after the last message's text to find it again. Its space is gone where the template trims its messages.
 _CUT_MARK = "HEADRACE-CONTINUES-HERE "
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
@@ -29,7 +29,7 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 class _GenerationBlocks(Extension):
     """{% generation %}...{% endgeneration %} marks the model's own words for training; here it is its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -62,6 +62,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
