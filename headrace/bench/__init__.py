@@ -1,0 +1,1 @@
+"""Measuring a running server from outside: a load generator over HTTP and its report."""
