@@ -1,0 +1,88 @@
+"""What a scheduler is given to work with, and which requests it must refuse because they can never be served.
+
+Everything accepted here fits the model's context and, alone, the whole KV cache; from that follows that the
+scheduler can never wait for ever: when nothing runs, whatever is first in the queue can be started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.protocol.ipc import AddRequest
+
+RefusalCode = Literal["invalid_request", "context_length_exceeded", "kv_cache_too_small", "queue_full"]
+
+_LARGEST_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Sizes in tokens, blocks and seconds. `step_time_target_s` bounds steps in which prefill joins decodes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_queued_reqs: int = 1024
+    step_time_target_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may run at once: each must be able to get one token of every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not accepted. `message` is written for the client."""
+
+    code: RefusalCode
+    message: str
+
+
+def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
+    """The reason this request could never be served, if there is one."""
+    num_prompt, num_new = len(message.token_ids), message.params.max_tokens
+    if num_prompt == 0:
+        return Refusal("invalid_request", "The prompt is empty; it must have at least one token.")
+    if min(message.token_ids) < 0 or max(message.token_ids) > _LARGEST_TOKEN_ID:
+        return Refusal("invalid_request", "The prompt holds a token id that is negative or beyond any vocabulary.")
+    if num_new < 1:
+        return Refusal("invalid_request", f"max_tokens is {num_new}; it must be at least 1.")
+    if message.params.n < 1:
+        return Refusal("invalid_request", f"n is {message.params.n}; it must be at least 1.")
+    if num_prompt + num_new > settings.max_model_len:
+        return Refusal(
+            "context_length_exceeded",
+            f"This model's maximum context length is {settings.max_model_len} tokens. However, you requested "
+            f"{num_prompt + num_new} tokens ({num_prompt} in the prompt, {num_new} for the completion). "
+            "Please shorten the prompt or ask for fewer tokens (max_tokens).",
+        )
+    num_stored = num_prompt + num_new - 1
+    capacity = settings.num_blocks * settings.block_size
+    if num_stored > capacity:
+        return Refusal(
+            "kv_cache_too_small",
+            f"The request needs {num_stored} tokens of KV cache ({num_prompt} for the prompt, up to {num_new - 1} for "
+            f"the completion), but the whole cache holds {capacity}. Ask for at most "
+            f"{capacity + 1} tokens in all, or start the server with a larger --kv-cache-memory-bytes "
+            "(or --gpu-memory-utilization).",
+        )
+    if not settings.enable_chunked_prefill and num_prompt > settings.max_num_batched_tokens:
+        return Refusal(
+            "context_length_exceeded",
+            f"The prompt has {num_prompt} tokens, but without chunked prefill a prompt must fit one step of "
+            f"{settings.max_num_batched_tokens} tokens. Shorten the prompt, or start the server with "
+            f"--enable-chunked-prefill or --max-num-batched-tokens {num_prompt}.",
+        )
+    return None

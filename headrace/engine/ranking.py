@@ -1,0 +1,38 @@
+"""Sequences kept in order of rank, so that the first is the next to serve and the last the first to preempt."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headrace.engine.request import Sequence
+
+
+class Ranking:
+    """A sorted list of sequences. A sequence's `key` must be its own alone and must not change while it is in the list."""
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._sequences: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._sequences, seq, key=self._key)
+
+    def remove(self, seq: Sequence) -> None:
+        at = bisect_left(self._sequences, self._key(seq), key=self._key)
+        if at == len(self._sequences) or self._sequences[at] is not seq:
+            raise KeyError(f"sequence {seq.seq_id} is not in this ranking")
+        del self._sequences[at]
+
+    def first(self, count: int) -> list[Sequence]:
+        return self._sequences[:count]
+
+    def last(self) -> Sequence:
+        return self._sequences[-1]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __len__(self) -> int:
+        return len(self._sequences)

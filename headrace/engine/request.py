@@ -1,0 +1,107 @@
+"""A request and its sequences: everything the engine remembers of them, in one object each.
+
+The one idea is a pair of counters. A sequence has `num_tokens` known and `num_planned_tokens` of them given to
+steps; the difference is what it still wants. Prompt, cached prefix, chunk, decode and recomputation after a
+preemption differ only in these two numbers:
+
+    tokens    [p p p p p p p p p p | g g g]        p prompt, g generated
+    computed   ^^^^^^^^^^^^ results are in; planned may be ahead of it while steps are in flight
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace.engine.block_hash import BlockKey
+from headrace.protocol.ipc import AddRequest, SamplingParams
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+Rank = tuple[int, float, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asked for. `held` are the indexes of sequences not made yet: forks of the first one's prompt."""
+
+    message: AddRequest
+    rank: tuple[int, float, int]
+    """(priority, arrival, order of arrival here): lower is served earlier and preempted later."""
+    enqueued_at_tokens: int
+    """Reading of the scheduler's count of prefill tokens when the request came; see `Scheduler`."""
+    domain: bytes
+    max_new_tokens: int
+    """The most tokens one sequence may generate: `max_tokens`, or less where the context ends."""
+    held: list[int] = field(default_factory=list)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """By index; those that wait or run."""
+    started: bool = False
+    num_cached_tokens: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.message.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.message.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n answers. Owns its block table; nobody else writes here but scheduler and KV cache.
+
+    `seq_id` names its row in the runtime's table. It changes when the sequence is preempted, so whatever a
+    step in flight still reports under the old name belongs to nobody.
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    num_planned_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    """Tokens being sampled by steps in flight: counted in `num_tokens`, their values not known here yet."""
+    block_table: list[int] = field(default_factory=list)
+    num_announced_blocks: int = 0
+    """Leading entries of the block table that plans have told the runtime."""
+    block_keys: list[BlockKey] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_preemptions: int = 0
+    queue_s: float | None = None
+
+    @property
+    def rank(self) -> Rank:
+        return (*self.request.rank, self.index)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to be given to steps. The last token a sequence may generate is never computed."""
+        if self.num_tokens >= self.request.num_prompt_tokens + self.request.max_new_tokens:
+            return 0
+        return self.num_tokens - self.num_planned_tokens
+
+    def forget_progress(self) -> None:
+        """Back to nothing computed; the tokens generated so far stay."""
+        self.num_planned_tokens = self.num_computed_tokens = self.num_pending_tokens = 0
+        self.num_announced_blocks = self.num_published_blocks = 0

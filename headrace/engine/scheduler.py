@@ -1,0 +1,457 @@
+"""Who gets how many tokens of the next step.
+
+There is no prefill phase and no decode phase. Every sequence has tokens known and tokens planned, and a step
+gives it some of the difference; when the difference reaches zero, the last row samples the next token. A step
+is filled in this order:
+
+1. Decodes: running sequences one token away from their next. They alone may need a new block, so they alone
+   preempt: the sequence ranked last gives up its blocks, goes back to the front of the queue and is computed
+   again later, from the prefix cache as far as that still holds.
+2. Prefill, from what is left of the token budget: running sequences with more to compute and waiting ones.
+   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing.
+
+Among prefills the rule is *shortest first, and nobody is overtaken by more than its own length*. The scheduler
+counts the prefill tokens it has handed out; a sequence that came when the count stood at t and has r tokens
+left is tagged t + r, and within a priority the smallest tag is served first. A short prompt passes a long one,
+but each token given to others brings the long one nearer: a 30,000-token prompt can be passed by 30,000 tokens
+of later prompts, not by one more. Equal lengths are served first come, first served. When the smallest tag
+cannot be started for want of blocks, nothing else is: a large request is not starved by small ones that fit.
+
+A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted.
+
+Plans may be in flight while the next is made. `schedule` uses what is planned, `update` what a plan says, and
+a result for a sequence that has ended or been preempted since finds no owner and is dropped. The device is
+expected to execute plans in order; that is all that keeps a block safe that was freed with a step in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from headrace.engine.admission import Refusal, SchedulerSettings, refusal
+from headrace.engine.block_hash import domain_digest
+from headrace.engine.kv_cache import KVCache, Prefix
+from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
+from headrace.engine.ranking import Ranking
+from headrace.engine.request import Request, Sequence, SequenceState
+from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
+from headrace.protocol.ipc import AddRequest, FinishReason, SequenceOutput, StepStats
+
+__all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
+
+QUEUE_WINDOW = 16
+"""Waiting sequences, from the head of the queue, that compete for the prefill share by tag."""
+MIN_CHUNK_TOKENS = TILE_ROWS // 2
+"""While decodes alone exceed the step-time target, prefill gets at least this and what fills the tile."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    room: int
+    """Tokens left of the budget."""
+    load: StepLoad = StepLoad()
+    num_decodes: int = 0
+    num_prefills: int = 0
+    preempted: bool = False
+    new: list[NewSequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[SequenceStep] = field(default_factory=list)
+
+
+class Scheduler:
+    """Policy of the engine: requests in, plans out, results in, outputs out. Not thread-safe, does no I/O."""
+
+    def __init__(self, settings: SchedulerSettings, now: Callable[[], float] = time.time) -> None:
+        """`now` is the clock of `AddRequest.arrival_s`; it is only used to report queueing time."""
+        self.settings = settings
+        self.kv_cache = KVCache(settings.num_blocks, settings.block_size, settings.enable_prefix_caching)
+        self.step_time = StepTimeModel()
+        self._now = now
+        self._requests: dict[str, Request] = {}
+        self._running = Ranking(lambda seq: seq.rank)
+        self._waiting = Ranking(lambda seq: (seq.rank[0], seq.num_preemptions == 0, *seq.rank[1:]))
+        self._by_id: dict[int, Sequence] = {}
+        """Running sequences by the id the runtime knows them by."""
+        self._dropped: dict[int, None] = {}
+        self._seq_ids = count()
+        self._arrivals = count()
+        self._next_step = 0
+        self._prefill_tokens_total = 0
+        self._num_queued = 0
+        """Requests of which no sequence has been started."""
+        self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
+        self._last_step = (0, 0, 0)
+        self._prefix_queries_total = 0
+        self._prefix_hits_total = 0
+        self._preemptions_total = 0
+
+    # requests
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits or runs, or the runtime has yet to be told of one that ended."""
+        return bool(self._requests) or bool(self._dropped)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(len(request.held) for request in self._requests.values())
+
+    def add(self, message: AddRequest) -> Refusal | None:
+        """Queue a request, or say why it is refused. Sequences 1..n-1 follow once the first has its prompt."""
+        settings = self.settings
+        if message.request_id in self._requests:
+            return Refusal("invalid_request", f"The request id {message.request_id!r} is in use already.")
+        refused = refusal(message, settings)
+        if refused is not None:
+            return refused
+        could_start = settings.max_running - len(self._running)
+        if self._num_queued >= settings.max_num_queued_reqs + could_start:
+            return Refusal(
+                "queue_full",
+                f"{self._num_queued} requests are waiting and the queue holds {settings.max_num_queued_reqs} "
+                "(--max-num-queued-reqs). Try again later.",
+            )
+        order = next(self._arrivals)
+        by_priority = settings.policy == "priority"
+        request = Request(
+            message=message,
+            rank=(message.priority, message.arrival_s, order) if by_priority else (0, 0.0, order),
+            enqueued_at_tokens=self._prefill_tokens_total,
+            domain=domain_digest([] if message.cache_salt is None else ["cache_salt", message.cache_salt]),
+            max_new_tokens=min(message.params.max_tokens, settings.max_model_len - len(message.token_ids)),
+            held=list(range(1, message.params.n)),
+        )
+        self._requests[message.request_id] = request
+        self._num_queued += 1
+        self._enqueue(request, index=0)
+        return None
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a sequence, or with None the whole request, and free its blocks. Unknown ones are no error:
+        an abort often crosses the last token on its way."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if index is None:
+            request.held.clear()
+        elif index in request.held:
+            request.held.remove(index)
+        for seq in list(request.sequences.values()):
+            if index is None or seq.index == index:
+                self._end(seq)
+
+    def _enqueue(self, request: Request, index: int) -> None:
+        seq = Sequence(next(self._seq_ids), request, index, list(request.message.token_ids))
+        request.sequences[index] = seq
+        self._waiting.add(seq)
+
+    def _release_forks(self, request: Request) -> None:
+        """Queue the sequences held back until the first had its prompt computed (or was gone)."""
+        held, request.held = request.held, []
+        for index in held:
+            self._enqueue(request, index)
+
+    def _end(self, seq: Sequence) -> None:
+        """Take a sequence out of everything; with the last one, its request."""
+        request = seq.request
+        if seq.state is SequenceState.RUNNING:
+            self._stop_running(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.state = SequenceState.FINISHED
+        del request.sequences[seq.index]
+        self._release_forks(request)
+        if not request.sequences:
+            del self._requests[request.message.request_id]
+            self._num_queued -= not request.started
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self.kv_cache.free(seq)
+        del self._by_id[seq.seq_id]
+        self._dropped[seq.seq_id] = None
+
+    # one step
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when there is nothing to do now.
+
+        A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
+        """
+        draft = _Draft(room=self.settings.max_num_batched_tokens)
+        self._serve_decodes(draft)
+        self._serve_prefills(draft)
+        if not draft.steps and not self._dropped:
+            return None
+        dropped, self._dropped = tuple(self._dropped), {}
+        plan = Plan(self._next_step, dropped, tuple(draft.new), tuple(draft.block_copies), tuple(draft.steps))
+        self._next_step += 1
+        return plan
+
+    def _serve_decodes(self, draft: _Draft) -> None:
+        for seq in list(self._running):
+            if seq.state is not SequenceState.RUNNING or seq.remaining_tokens != 1:
+                continue
+            while seq.state is SequenceState.RUNNING and not self.kv_cache.grow(seq):
+                self._preempt(self._running.last())
+                draft.preempted = True
+            if seq.state is SequenceState.RUNNING:
+                self._give(draft, seq, 1)
+                draft.num_decodes += 1
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
+        (the tokens will be drawn again, and the same)."""
+        self._stop_running(seq)
+        seq.seq_id = next(self._seq_ids)
+        seq.state = SequenceState.WAITING
+        seq.num_preemptions += 1
+        seq.forget_progress()
+        self._preemptions_total += 1
+        self._waiting.add(seq)
+
+    def _serve_prefills(self, draft: _Draft) -> None:
+        prefilling = [seq for seq in self._running if seq.remaining_tokens > 1]
+        admitting = not draft.preempted
+        self._waiting_reason = ""
+        if draft.preempted:
+            self._waiting_reason = "kv_cache"
+        elif len(self._waiting) > 0 and len(self._running) >= self.settings.max_running:
+            self._waiting_reason = "max_num_seqs"
+            admitting = False
+        while draft.room > 0:
+            candidates = prefilling + (self._admissible() if admitting else [])
+            if not candidates:
+                break
+            seq = min(candidates, key=lambda seq: (seq.rank[0], _tag(seq)))
+            if seq.state is SequenceState.RUNNING:
+                num_tokens = self._chunk(draft, seq.remaining_tokens, seq.num_planned_tokens)
+                if num_tokens == 0:
+                    break
+                prefilling.remove(seq)
+            else:
+                prefix = self._prefix(seq)
+                num_tokens = self._chunk(draft, seq.num_tokens - prefix.num_tokens, prefix.num_tokens)
+                if num_tokens == 0:
+                    break
+                if not self.kv_cache.allocate(seq, prefix, reserve=len(self._running)):
+                    self._waiting_reason = "kv_cache"
+                    admitting = False
+                    continue
+                self._start(draft, seq, prefix)
+                if len(self._waiting) > 0 and len(self._running) >= self.settings.max_running:
+                    self._waiting_reason = "max_num_seqs"
+                    admitting = False
+            self._give(draft, seq, num_tokens)
+            draft.num_prefills += 1
+            self._prefill_tokens_total += num_tokens
+
+    def _admissible(self) -> list[Sequence]:
+        """Waiting sequences that may be started next: a preempted one alone, else the first few of one priority."""
+        window = self._waiting.first(QUEUE_WINDOW)
+        if window and window[0].num_preemptions > 0:
+            return window[:1]
+        return [seq for seq in window if seq.rank[0] == window[0].rank[0]]
+
+    def _prefix(self, seq: Sequence) -> Prefix:
+        """What need not be computed: a fork's prompt if a sibling has it, else what the prefix cache holds."""
+        if seq.num_generated_tokens == 0:
+            for sibling in seq.request.sequences.values():
+                if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
+                    return self.kv_cache.forked_prefix(sibling)
+        return self.kv_cache.cached_prefix(seq)
+
+    def _chunk(self, draft: _Draft, remaining: int, context: int) -> int:
+        """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""
+        settings = self.settings
+        if settings.enable_chunked_prefill:
+            wanted = min(remaining, draft.room)
+        else:
+            # Whole or not at all. Only what was preempted can be longer than a step; it then takes full steps.
+            wanted = min(remaining, settings.max_num_batched_tokens)
+            if wanted > draft.room:
+                return 0
+        if draft.num_decodes == 0 or wanted <= -draft.load.rows % TILE_ROWS:
+            return wanted  # nobody to delay, or rows of a tile that is computed anyway
+        first = draft.num_prefills == 0
+        in_time = self.step_time.largest_chunk(draft.load, context, wanted, settings.step_time_target_s)
+        if in_time == wanted or not settings.enable_chunked_prefill:
+            return wanted if in_time == wanted or first else 0
+        whole_tiles = max(in_time - (draft.load.rows + in_time) % TILE_ROWS, 0)
+        if first:
+            at_least = MIN_CHUNK_TOKENS + -(draft.load.rows + MIN_CHUNK_TOKENS) % TILE_ROWS
+            return min(max(whole_tiles, at_least), wanted)
+        return whole_tiles
+
+    def _start(self, draft: _Draft, seq: Sequence, prefix: Prefix) -> None:
+        """From waiting to running; `seq` has its blocks."""
+        request = seq.request
+        self._waiting.remove(seq)
+        seq.state = SequenceState.RUNNING
+        self._running.add(seq)
+        self._by_id[seq.seq_id] = seq
+        if seq.queue_s is None:
+            seq.queue_s = max(0.0, self._now() - request.message.arrival_s)
+        if not request.started:
+            request.started = True
+            request.num_cached_tokens = prefix.num_tokens
+            self._num_queued -= 1
+            if self.kv_cache.enable_prefix_caching:
+                self._prefix_queries_total += request.num_prompt_tokens
+                self._prefix_hits_total += prefix.num_tokens
+        if prefix.copy_from is not None:
+            draft.block_copies.append((prefix.copy_from, seq.block_table[len(prefix.block_ids)]))
+        draft.new.append(
+            NewSequence(seq.seq_id, tuple(seq.token_ids), request.num_prompt_tokens, seq.index, request.params)
+        )
+
+    def _give(self, draft: _Draft, seq: Sequence, num_tokens: int) -> None:
+        start = seq.num_planned_tokens
+        samples = start + num_tokens == seq.num_tokens
+        new_block_ids = tuple(seq.block_table[seq.num_announced_blocks :])
+        draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples))
+        draft.load = draft.load.plus(num_tokens, start)
+        draft.room -= num_tokens
+        seq.num_announced_blocks = len(seq.block_table)
+        seq.num_planned_tokens += num_tokens
+        seq.num_pending_tokens += samples
+
+    # results
+
+    def update(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
+        """Take in what a step gave. Only `plan.steps` counts, so a plan that was executed in parts is updated in
+        parts. Raises RuntimeError if the result lacks a token the plan asked for."""
+        self.step_time.observe(StepLoad.of(plan.steps), result.seconds)
+        num_decodes = sum(step.num_tokens == 1 and step.samples for step in plan.steps)
+        self._last_step = (plan.step, plan.num_tokens - num_decodes, num_decodes)
+        sampled = {entry.seq_id: entry for entry in result.sampled}
+        outputs = []
+        for step in plan.steps:
+            seq = self._by_id.get(step.seq_id)
+            if seq is None:
+                continue
+            seq.num_computed_tokens = step.start + step.num_tokens
+            self.kv_cache.publish(seq)
+            if seq.num_computed_tokens >= seq.num_prompt_tokens:
+                self._release_forks(seq.request)
+            if step.samples:
+                if step.seq_id not in sampled:
+                    raise RuntimeError(f"step {plan.step} gave no token for sequence {step.seq_id}, which samples")
+                outputs.append(self._accept(seq, sampled[step.seq_id]))
+        return outputs
+
+    def _accept(self, seq: Sequence, sampled: Sampled) -> SequenceOutput:
+        request, params = seq.request, seq.request.params
+        first = seq.num_generated_tokens == 0
+        finish_reason: FinishReason | None = None
+        stop_token_id = None
+        num_accepted = 0
+        seq.num_pending_tokens -= 1
+        for token_id in sampled.token_ids:
+            seq.token_ids.append(token_id)
+            num_accepted += 1
+            if token_id in params.stop_token_ids and seq.num_generated_tokens > params.min_tokens:
+                finish_reason, stop_token_id = "stop", token_id
+                break
+            if seq.num_generated_tokens >= request.max_new_tokens:
+                finish_reason = "length"
+                break
+        if finish_reason is not None:
+            self._end(seq)
+        return SequenceOutput(
+            request_id=request.message.request_id,
+            index=seq.index,
+            token_ids=list(sampled.token_ids[:num_accepted]),
+            logprobs=None if sampled.logprobs is None else list(sampled.logprobs[:num_accepted]),
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=request.num_cached_tokens if first else 0,
+            queue_s=(seq.queue_s or 0.0) if first else 0.0,
+            num_preemptions=seq.num_preemptions,
+        )
+
+    def fail(self, plan: Plan, message: str) -> list[SequenceOutput]:
+        """The step raised: its sequences, and forks held back behind them, end with finish_reason "error".
+
+        Nothing the step computed is published. What the plan dropped is announced again, since the runtime may
+        not have come that far; it must take an unknown id there as no error.
+        """
+        self._dropped.update(dict.fromkeys(plan.dropped))
+        outputs = []
+        for step in plan.steps:
+            seq = self._by_id.get(step.seq_id)
+            if seq is None:
+                continue
+            request = seq.request
+            indexes = [seq.index, *request.held]
+            request.held.clear()
+            self._end(seq)
+            outputs += [
+                SequenceOutput(
+                    request_id=request.message.request_id,
+                    index=index,
+                    token_ids=[],
+                    finish_reason="error",
+                    error=message,
+                    num_preemptions=seq.num_preemptions,
+                )
+                for index in indexes
+            ]
+        return outputs
+
+    # what others may know
+
+    def stats(self, step_s: float) -> StepStats:
+        """State after the last updated step, which took `step_s` seconds in all."""
+        step, num_prefill_tokens, num_decode_tokens = self._last_step
+        return StepStats(
+            step=step,
+            step_s=step_s,
+            num_running=len(self._running),
+            num_waiting=self.num_waiting,
+            waiting_reason=self._waiting_reason if self.num_waiting else "",
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=num_decode_tokens,
+            kv_blocks_used=self.kv_cache.pool.num_used,
+            kv_blocks_total=self.kv_cache.pool.num_blocks,
+            prefix_queries_total=self._prefix_queries_total,
+            prefix_hits_total=self._prefix_hits_total,
+            preemptions_total=self._preemptions_total,
+        )
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no running sequence holds; returns how many."""
+        return self.kv_cache.pool.forget_free()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block, sequence and request is accounted for exactly once."""
+        pool, size = self.kv_cache.pool, self.settings.block_size
+        pool.check_integrity()
+        held = Counter(block_id for seq in self._running for block_id in seq.block_table)
+        for block_id in range(pool.num_blocks):
+            assert pool.ref_count(block_id) == held[block_id], f"block {block_id}: count and block tables disagree"
+        for seq in self._running:
+            assert seq.state is SequenceState.RUNNING and self._by_id[seq.seq_id] is seq
+            assert seq.num_computed_tokens <= seq.num_planned_tokens <= seq.num_tokens
+            assert len(seq.block_table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
+            for block_id in seq.block_table[seq.num_computed_tokens // size :]:
+                assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
+        for seq in self._waiting:
+            assert seq.state is SequenceState.WAITING and not seq.block_table and not seq.num_planned_tokens
+        alive = [seq for request in self._requests.values() for seq in request.sequences.values()]
+        assert len(alive) == len(self._running) + len(self._waiting), "a sequence is in no list, or in two"
+        assert len(self._by_id) == len(self._running) <= self.settings.max_running
+        assert all(request.sequences for request in self._requests.values()), "a request has no sequence left"
+        assert self._num_queued == sum(not request.started for request in self._requests.values())
+        assert not self._dropped.keys() & self._by_id.keys()
+
+
+def _tag(seq: Sequence) -> int:
+    return seq.request.enqueued_at_tokens + seq.num_tokens - seq.num_planned_tokens
