@@ -71,18 +71,27 @@ def _limit_memory() -> None:
 
 @contextmanager
 def running_server(
-    log_path: Path, flags: Sequence[str] = (), *, command: Sequence[str] = ("serve",), clean_exit: bool = True
+    log_path: Path,
+    flags: Sequence[str] = (),
+    *,
+    command: Sequence[str] = ("serve",),
+    clean_exit: bool = True,
+    limit_memory: bool = True,
 ) -> Iterator[Server]:
     """Start `headrace COMMAND ... --port FREE FLAGS`, yield it once it is healthy, stop it with SIGTERM.
 
     With `clean_exit` the end asserts exit status 0 within STOP_TIMEOUT_S, no process left behind and no
-    traceback in the log. Raises AssertionError with the log's tail when the server does not start.
+    traceback in the log. `limit_memory` off is for GPUs, whose driver maps more than it uses. Raises AssertionError with the log's tail when the server does not start.
     """
     port = free_port()
     argv = [str(HEADRACE), *command, "--host", "127.0.0.1", "--port", str(port), *flags]
     with log_path.open("wb") as log:
         process = psutil.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_limit_memory
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_limit_memory if limit_memory else None,
         )
     server = Server(url=f"http://127.0.0.1:{port}", port=port, process=process, log_path=log_path)
     processes = [process]

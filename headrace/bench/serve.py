@@ -54,7 +54,7 @@ def started_server(flags: Sequence[str]) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "headrace.cli.main", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "headrace", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
