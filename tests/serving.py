@@ -81,7 +81,8 @@ def running_server(
     """Start `headrace COMMAND ... --port FREE FLAGS`, yield it once it is healthy, stop it with SIGTERM.
 
     With `clean_exit` the end asserts exit status 0 within STOP_TIMEOUT_S, no process left behind and no
-    traceback in the log. `limit_memory` off is for GPUs, whose driver maps more than it uses. Raises AssertionError with the log's tail when the server does not start.
+    traceback in the log. `limit_memory` off is for GPUs, whose driver maps more than it
+    uses. Raises AssertionError with the log's tail when the server does not start.
     """
     port = free_port()
     argv = [str(HEADRACE), *command, "--host", "127.0.0.1", "--port", str(port), *flags]
