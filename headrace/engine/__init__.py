@@ -1,0 +1,1 @@
+"""Policy: which sequence computes which tokens in which blocks. No tensors, no text, no I/O."""

@@ -1,0 +1,1 @@
+"""Parts of a decoder as functions over handles of the kernels."""

@@ -1,0 +1,1 @@
+"""What fits: arithmetic on the memory at hand, before anything is loaded."""

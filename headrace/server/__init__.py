@@ -1,0 +1,1 @@
+"""The HTTP server: requests in, text out. It knows the engine only through messages."""
