@@ -99,10 +99,29 @@ class SampledRows:
     top_logprobs: Float32 | None = None
 
 
+class InvalidLogits(ArithmeticError):
+    """Logits that are not numbers: the model or its weights are broken for these `rows` of the sampling batch."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__(f"the logits of sampling row {', '.join(map(str, rows))} are not numbers")
+        self.rows = tuple(rows)
+
+
 class Kernels(Protocol):
     """A device's operations and its KV cache."""
 
     name: str
+    """Of the implementation: "reference", ..."""
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    """Compute dtype of buffers and of the KV cache: float32, bfloat16 or float16."""
+    threads: int
+    weight_bytes: int
+    """Memory of everything prepared so far."""
+
+    @property
+    def kv_bytes_per_value(self) -> int: ...
 
     # set-up
     def prepare_weight(self, weight: Weight) -> Handle:
@@ -126,7 +145,7 @@ class Kernels(Protocol):
     def release_kv_cache(self) -> None: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target) in every layer."""
+        """Copy whole blocks (source, target) in every layer; all sources are read before any target is written."""
         ...
 
     # a step
@@ -149,7 +168,15 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, q: Buffer, k: Buffer, v: Buffer, *, layer: int, num_heads: int, num_kv_heads: int, scale: float,
+        self,
+        q: Buffer,
+        k: Buffer,
+        v: Buffer,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
         batch: BatchHandle,
     ) -> Buffer:
         """Store k and v at the batch's slots, then causal attention of each row over its sequence's blocks."""
@@ -166,5 +193,5 @@ class Kernels(Protocol):
         ...
 
     def sample(self, logits: Buffer, rows: SamplingRows) -> SampledRows:
-        """Choose tokens; the one operation that returns host arrays."""
+        """Choose tokens; the one operation that returns host arrays. Raises InvalidLogits."""
         ...

@@ -54,8 +54,9 @@ class Weight:
         out, width = self.shape
         dense = np.empty((out, width), np.float32)
         if self.bits == 4:
-            dense[:, 0::2] = self.values & np.uint8(15)
-            dense[:, 1::2] = self.values >> np.uint8(4)
+            pairs = self.values.astype(np.uint8, copy=False)
+            dense[:, 0::2] = pairs & np.uint8(15)
+            dense[:, 1::2] = pairs >> np.uint8(4)
         else:
             dense[:] = self.values
         grouped = dense.reshape(out, -1, self.group_size)

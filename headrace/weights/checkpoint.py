@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from headrace.config.model_files import ModelFiles, TensorInfo
 from headrace.kernels.weight import Weight, to_float32
 from headrace.weights.gguf import BLOCK_BYTES, import_blocks, rotary_rows
 
-DENSE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+DENSE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 class Checkpoint:

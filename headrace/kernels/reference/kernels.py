@@ -1,0 +1,234 @@
+"""Every operation of `kernels.ops` in plain torch, and the KV cache they share.
+
+Sums and exponentials are taken in float32 whatever the compute dtype. Nothing here may use an operation whose
+result for an element depends on where in the tensor it lies: torch's own silu and sigmoid do (the last
+elements of a thread's share take a scalar path), its exp does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.kernels.ops import Batch, Float32, Int32, KVCacheLayout, SampledRows, SamplingRows
+from headrace.kernels.reference import sampling
+from headrace.kernels.reference.attention import AttentionPlan, attend, plan_attention
+from headrace.kernels.reference.linear import Matrix, multiply, pack
+from headrace.kernels.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """Host rows in the checkpoint's form, turned to numbers as they are looked up; on a GPU, `dense`."""
+
+    weight: Weight | None
+    dense: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """One step's batch on the device. `rotations` keeps each rope table's rows for the step's positions."""
+
+    token_ids: Int32
+    num_rows: int
+    positions: Tensor
+    slot_mapping: Tensor
+    sample_rows: Tensor
+    attention: AttentionPlan
+    rotations: dict[int, RopeTable] = field(default_factory=dict)
+
+
+class ReferenceKernels:
+    """`device` is cpu or cuda, `dtype` float32, bfloat16 or float16; `threads` None leaves torch's number.
+
+    A CPU that cannot multiply `dtype` natively multiplies in float32: values are rounded to `dtype` wherever a
+    buffer is written, as elsewhere.
+    """
+
+    name = "reference"
+
+    def __init__(self, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.weight_bytes = 0
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.threads = torch.get_num_threads()
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        native = device != "cpu" or multiplies_natively(dtype)
+        self._multiply_dtype = self._dtype if native else torch.float32
+        self._layout: KVCacheLayout | None = None
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    @property
+    def kv_bytes_per_value(self) -> int:
+        return self._dtype.itemsize
+
+    # set-up
+
+    def prepare_weight(self, weight: Weight) -> Matrix:
+        matrix = pack(weight, self.device, self._dtype, self._multiply_dtype)
+        self.weight_bytes += matrix.num_bytes
+        return matrix
+
+    def prepare_embedding(self, weight: Weight) -> EmbeddingTable:
+        if self.device != "cpu":
+            dense = torch.from_numpy(weight.to_float32()).to(self.device, self._dtype)
+            self.weight_bytes += dense.numel() * dense.element_size()
+            return EmbeddingTable(None, dense)
+        if not weight.values.flags.owndata:
+            # A view of a mapped file would turn a replaced checkpoint into a crash while serving.
+            weight = weight.rows(np.arange(weight.shape[0]))
+        self.weight_bytes += weight.num_bytes
+        return EmbeddingTable(weight, None)
+
+    def prepare_vector(self, values: NDArray[np.generic]) -> Tensor:
+        """Kept in float32, with the values `dtype` can hold."""
+        vector = torch.from_numpy(values.astype(np.float32)).to(self.device).to(self._dtype).float()
+        self.weight_bytes += vector.numel() * vector.element_size()
+        return vector
+
+    def prepare_rope(self, cos: Float32, sin: Float32) -> RopeTable:
+        return RopeTable(torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device))
+
+    def allocate_kv_cache(self, layout: KVCacheLayout) -> None:
+        """Map the cache, untouched but for one more block of zeros, which absent positions are read from."""
+        self.release_kv_cache()
+        rows = (layout.num_blocks + 1) * layout.block_size * layout.num_kv_heads
+        for cache in (self._keys, self._values):
+            for _ in range(layout.num_layers):
+                layer = torch.empty(rows, layout.head_dim, dtype=self._dtype, device=self.device)
+                layer[-layout.block_size * layout.num_kv_heads :] = 0
+                cache.append(layer)
+        self._layout = layout
+
+    def release_kv_cache(self) -> None:
+        self._keys.clear()
+        self._values.clear()
+        self._layout = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        layout = self._cache_layout()
+        sources = torch.tensor([s for s, _ in pairs], device=self.device)
+        targets = torch.tensor([t for _, t in pairs], device=self.device)
+        for layer in (*self._keys, *self._values):
+            blocks = layer.view(layout.num_blocks + 1, -1)
+            blocks[targets] = blocks[sources]
+
+    # a step
+
+    def load_batch(self, batch: Batch) -> LoadedBatch:
+        layout = self._cache_layout()
+        attention = plan_attention(
+            batch,
+            num_kv_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            empty_slot=layout.num_blocks * layout.block_size,
+            device=self.device,
+        )
+
+        def index(values: Int32) -> Tensor:
+            return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+        return LoadedBatch(
+            token_ids=batch.token_ids,
+            num_rows=len(batch.token_ids),
+            positions=index(batch.positions),
+            slot_mapping=index(batch.slot_mapping),
+            sample_rows=index(batch.sample_rows),
+            attention=attention,
+        )
+
+    def embedding(self, table: EmbeddingTable, batch: LoadedBatch) -> Tensor:
+        if table.dense is not None:
+            return table.dense[torch.from_numpy(batch.token_ids.astype(np.int64)).to(self.device)]
+        assert table.weight is not None
+        return torch.from_numpy(table.weight.rows(batch.token_ids).to_float32()).to(self._dtype)
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        return multiply(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return x.split(widths, dim=-1)
+
+    def rope(self, x: Tensor, table: RopeTable, head_dim: int, batch: LoadedBatch) -> Tensor:
+        rotation = batch.rotations.get(id(table))
+        if rotation is None:
+            rotation = RopeTable(table.cos[batch.positions].unsqueeze(1), table.sin[batch.positions].unsqueeze(1))
+            batch.rotations[id(table)] = rotation
+        half = table.cos.shape[1]
+        heads = x.reshape(x.shape[0], -1, head_dim)
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        out = torch.empty(heads.shape, dtype=x.dtype, device=x.device)
+        out[..., :half] = first * rotation.cos - second * rotation.sin
+        out[..., half : 2 * half] = second * rotation.cos + first * rotation.sin
+        out[..., 2 * half :] = heads[..., 2 * half :]
+        return out.view(x.shape)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        batch: LoadedBatch,
+    ) -> Tensor:
+        keys, values = self._keys[layer], self._values[layer]
+        width = num_kv_heads * keys.shape[1]
+        keys.view(-1, width)[batch.slot_mapping] = k
+        values.view(-1, width)[batch.slot_mapping] = v
+        return attend(q, keys, values, batch.attention, num_kv_heads=num_kv_heads, scale=scale)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        return (gate / torch.exp(-gate).add_(1)).mul_(up).to(x.dtype)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def sample_rows(self, x: Tensor, batch: LoadedBatch) -> Tensor:
+        return x[batch.sample_rows]
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> SampledRows:
+        return sampling.sample(logits.float(), rows)
+
+    def _cache_layout(self) -> KVCacheLayout:
+        if self._layout is None:
+            raise RuntimeError("no KV cache is allocated: call allocate_kv_cache before the first step")
+        return self._layout
+
+
+def multiplies_natively(dtype: str) -> bool:
+    """Whether this CPU has instructions for products of `dtype`; without them they are slow in torch."""
+    if dtype == "bfloat16":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and torch.backends.mkldnn.is_available()
+    if dtype == "float16":
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()) and torch.backends.mkldnn.is_available()
+    return True
