@@ -130,7 +130,7 @@ def no_chat_template() -> ApiError:
 
 
 def chat_template_failed(detail: str) -> ApiError:
-    message = f"The model's chat template cannot render these messages: {detail}"
+    message = f"These messages cannot be turned into a prompt: {detail}"
     return ApiError(400, message, code="invalid_messages", param="messages")
 
 
@@ -188,7 +188,9 @@ def model_not_found(name: str, served: Iterable[str]) -> ApiError:
 def unknown_endpoint(method: str, path: str, known: Iterable[str]) -> ApiError:
     guess = nearest(path, known)
     hint = f" Did you mean {guess}?" if guess else " /openapi.json lists all of them."
-    return ApiError(404, f"There is no {method} {path[:MAX_QUOTED_CHARS]} on this server.{hint}", code="unknown_endpoint")
+    return ApiError(
+        404, f"There is no {method} {path[:MAX_QUOTED_CHARS]} on this server.{hint}", code="unknown_endpoint"
+    )
 
 
 def method_not_allowed(method: str, path: str, allowed: Iterable[str]) -> ApiError:

@@ -95,7 +95,7 @@ def _top_level_duplicates(body: bytes, num_distinct: int) -> list[str]:
 def _malformed(body: bytes, problem: str) -> str:
     """What is wrong and where, in lines and columns; the standard parser's wording is the one people know."""
     if not body.strip():
-        return "it is empty. Send an object such as {\"messages\": [...]}."
+        return 'it is empty. Send an object such as {"messages": [...]}.'
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,11 +1,12 @@
 """The dialect of /v1/chat/completions: its request fields, its messages, its answers whole and in chunks.
 
-    {"messages": [{"role": "user", "content": "Hi"}]}  ->  {"choices": [{"message": {"content": "Hello!"}, ...}]}
+{"messages": [{"role": "user", "content": "Hi"}]}  ->  {"choices": [{"message": {"content": "Hello!"}, ...}]}
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -56,8 +57,9 @@ def asked_logprobs(fields: ChatFields) -> int | None:
     return top or 0
 
 
-def template_variables(fields: ChatFields) -> dict[str, object]:
-    variables = fields.chat_template_kwargs or {}
+def template_variables(kwargs: dict[str, object] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, checked. Raises ApiError (400) when it sets what has a field of its own."""
+    variables: dict[str, Any] = dict(kwargs or {})
     for name in _TEMPLATE_OWN_NAMES:
         if name in variables:
             raise errors.invalid_value(
@@ -125,7 +127,8 @@ class ChatAnswer:
 
     def opening(self, index: int) -> list[dict[str, object]]:
         """The chunk that begins a choice: the role and no text."""
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._chunk([choice])
         if self._with_token_ids:
             chunk["prompt_token_ids"] = self._prompt_ids

@@ -7,7 +7,6 @@ become the engine's `SamplingParams`, each value checked against its range.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from headrace.protocol import errors
 from headrace.protocol.ipc import SamplingParams
 
 GREEDY_BELOW = 1e-5
+LARGEST = 1e300
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
@@ -122,7 +122,8 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     """Raises ApiError (400) for an empty, very long or very numerous stop."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > MAX_STOP_STRINGS:
-        raise errors.invalid_value("stop", f"`stop` has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.")
+        message = f"`stop` has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
+        raise errors.invalid_value("stop", message)
     for string in strings:
         if not string:
             raise errors.invalid_value("stop", "`stop` holds an empty string, which would end every answer at once.")
@@ -163,7 +164,7 @@ def sampling_params(
     def number(name: str, neutral: float, allowed: Callable[[float], bool], words: str) -> float:
         sent = getattr(fields, name)
         value = sent if sent is not None else defaults.get(name, neutral)
-        if not math.isfinite(value) or not allowed(value):
+        if not (abs(value) < LARGEST and allowed(value)):
             raise errors.out_of_range(name, value, words)
         return float(value)
 
@@ -209,7 +210,7 @@ def sampling_params(
         n=n,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=top_p,
-        top_k=max(top_k, 0),
+        top_k=top_k if 0 < top_k < limits.vocab_size else 0,
         min_p=min_p,
         repetition_penalty=repetition,
         presence_penalty=presence,

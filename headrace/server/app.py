@@ -1,0 +1,162 @@
+"""The HTTP application: bare ASGI, one exchange at a time through key check, route, handler and error table.
+
+Whatever goes wrong in one exchange ends in that exchange: a known refusal as its status and JSON, anything else
+as a 500 with an id that the log explains. The client sees no stack trace.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.config.errors import ConfigError
+from headrace.config.settings import EngineSettings, ServerSettings
+from headrace.protocol import errors, sse
+from headrace.protocol.errors import ApiError
+from headrace.protocol.sampling import default_sampling
+from headrace.server import routes
+from headrace.server.auth import Cors, KeyCheck
+from headrace.server.http import ClientGone, Exchange, Receive, Scope, Send
+from headrace.server.metrics import EngineMetrics
+from headrace.server.serving import Client, Serving
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+CLIENT_CLOSED_REQUEST = 499
+"""In metrics and log only: the client left before there was anything to send."""
+
+
+def create_app(
+    server_settings: ServerSettings,
+    engine_settings: EngineSettings,
+    client: Client,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    *,
+    generation_config: Mapping[str, object],
+    metrics: EngineMetrics,
+) -> App:
+    """`generation_config` is the model's own (generation_config.json), {} where it has none.
+
+    Raises ConfigError for generation defaults that cannot work.
+    """
+    defaults = sampling_defaults(server_settings, generation_config)
+    if defaults:
+        logger.info("Sampling defaults for fields a request leaves out: %s", json.dumps(defaults))
+    if chat_template is None:
+        logger.warning("The model has no chat template: /v1/chat/completions answers 400. Use --chat-template FILE.")
+    serving = Serving(
+        server_settings,
+        engine_settings,
+        client,
+        tokenizer,
+        chat_template,
+        sampling_defaults=defaults,
+        exposition=metrics.render,
+    )
+    return App(serving, metrics)
+
+
+def sampling_defaults(settings: ServerSettings, generation_config: Mapping[str, object]) -> dict[str, float]:
+    """What a request that leaves a sampling field out gets. Raises ConfigError."""
+    mode = settings.generation_config
+    own = generation_config
+    if mode not in ("auto", "model", "none", "vllm"):
+        path = Path(mode)
+        file = path / "generation_config.json" if path.is_dir() else path
+        try:
+            own = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--generation-config {mode}: {file} cannot be read: {error}.") from None
+        if not isinstance(own, dict):
+            raise ConfigError(f"--generation-config {mode}: {file} does not hold a JSON object.")
+    try:
+        return default_sampling(own, mode, settings.override_generation_config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class App:
+    """The ASGI application. `serving` may be read by whoever runs it (its count of open requests, for instance)."""
+
+    def __init__(self, serving: Serving, metrics: EngineMetrics) -> None:
+        self.serving = serving
+        self._metrics = metrics
+        self._keys = KeyCheck(serving.settings.api_keys)
+        self._cors = Cors(serving.settings)
+        self._root_path = serving.settings.root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003})
+        else:
+            await self._http(Exchange(scope, receive, send))
+
+    async def _http(self, exchange: Exchange) -> None:
+        began = time.perf_counter()
+        exchange.answer_headers.update(self._cors.headers(exchange.headers.get("origin")))
+        label = "none"
+        try:
+            label = await self._dispatch(exchange)
+        except ClientGone:
+            logger.debug("The client of request %s left.", exchange.request_id)
+        finally:
+            seconds = time.perf_counter() - began
+            status = exchange.status or CLIENT_CLOSED_REQUEST
+            self._metrics.http_request(exchange.method, label, status, seconds)
+            if self.serving.settings.log_requests:
+                name, path = exchange.request_id, exchange.path
+                logger.info(
+                    "Request %s processed: %s %s, status %d, %.3f s", name, exchange.method, path, status, seconds
+                )
+
+    async def _dispatch(self, exchange: Exchange) -> str:
+        """Answers the exchange. Returns the route's path for the metrics."""
+        label = "none"
+        try:
+            path = routes.canonical(exchange.path, self._root_path)
+            origin = exchange.headers.get("origin")
+            if exchange.method == "OPTIONS" and origin and "access-control-request-method" in exchange.headers:
+                await exchange.answer(204, b"", headers=self._cors.preflight(origin, exchange.headers))
+                return label
+            refusal = self._keys.refusal(exchange.headers, path)
+            if refusal is not None:
+                raise refusal
+            route = routes.find(exchange.method, path)
+            label = route.path
+            await route.answer(self.serving, exchange)
+        except ApiError as error:
+            await exchange.answer_error(error)
+        except ClientGone:
+            raise
+        except Exception:
+            await _answer_fault(exchange)
+        return label
+
+
+async def _answer_fault(exchange: Exchange) -> None:
+    """A fault of ours: the log has the stack trace, the client an id to find it by."""
+    error_id = uuid.uuid4().hex[:12]
+    logger.exception("Error %s while answering request %s (%s)", error_id, exchange.request_id, exchange.path)
+    error = errors.internal_error(error_id)
+    if exchange.status is None:
+        await exchange.answer_error(error)
+    elif exchange.is_streaming:
+        await exchange.write(sse.error_event(error))
+        await exchange.end()
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.protocol import errors, openai_chat
+from headrace.protocol.json import Body
+from headrace.protocol.openai_chat import ChatAnswer, ChatFields
+from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.server.generation import GenerationRequest, generate
+from headrace.server.http import Exchange
+from headrace.server.replies import Tally, reply, stream_options
+from headrace.server.requests import log_request, note_unknown_fields
+from headrace.server.serving import Serving
+
+
+async def chat_completions(serving: Serving, exchange: Exchange) -> None:
+    limits = serving.limits()
+    body = Body(await exchange.body(serving.settings.max_body_bytes))
+    fields, sampling = body.read(ChatFields), body.read(SamplingFields)
+    note_unknown_fields(exchange, body, sampling)
+    serving.names.check(fields.model)
+    options = stream_options(sampling)
+    rules = text_rules(sampling)
+    max_tokens, max_tokens_field = openai_chat.asked_max_tokens(fields, sampling.max_tokens)
+    logprobs = openai_chat.asked_logprobs(fields)
+    priority = serving.priority(sampling)
+
+    token_ids = await prompt_of(
+        serving,
+        fields.messages,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        add_special_tokens=fields.add_special_tokens,
+        variables=openai_chat.template_variables(fields.chat_template_kwargs),
+    )
+    params = sampling_params(
+        sampling,
+        serving.sampling_defaults,
+        limits,
+        prompt_tokens=len(token_ids),
+        where="messages",
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        logprobs=logprobs,
+    )
+    head = serving.head("chatcmpl")
+    log_request(serving, exchange, head.id, len(token_ids), params)
+    request = GenerationRequest(
+        request_id=head.id,
+        token_ids=token_ids,
+        params=params,
+        rules=rules,
+        stop_token_ids=frozenset(sampling.stop_token_ids or ()),
+        ids_as_tokens=bool(sampling.return_tokens_as_token_ids),
+        priority=priority,
+        cache_salt=sampling.cache_salt,
+    )
+    answer = ChatAnswer(
+        head,
+        with_logprobs=logprobs is not None,
+        with_token_ids=bool(sampling.return_token_ids),
+        prompt_ids=token_ids,
+    )
+    deltas = generate(serving.client, serving.tokenizer, request)
+    with serving.generating():
+        tally = Tally([len(token_ids)], params.n)
+        await reply(exchange, deltas, answer, tally, stream=bool(sampling.stream), options=options)
+
+
+async def prompt_of(
+    serving: Serving,
+    messages: list[dict[str, object]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    add_special_tokens: bool | None,
+    variables: dict[str, Any],
+) -> list[int]:
+    """The token ids of a conversation. Raises ApiError (400) for messages the template cannot take.
+
+    The template writes its own beginning-of-sequence token, so by default none is put before it; where the model
+    wants one and the template leaves it out, the tokenizer adds it.
+    """
+    template = serving.chat_template
+    if template is None:
+        raise errors.no_chat_template()
+    if continue_final_message and add_generation_prompt:
+        raise errors.invalid_value(
+            "continue_final_message",
+            "`continue_final_message` and `add_generation_prompt` exclude each other: either the last message is "
+            "continued or a new one begins.",
+        )
+    plain = openai_chat.plain_messages(messages, knows_developer="developer" in template.source)
+    num_chars = sum(len(str(message["content"])) for message in plain)
+    tokenizer = serving.tokenizer
+
+    def work() -> list[int]:
+        try:
+            text = template.render(
+                plain,
+                add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
+                continue_final_message=bool(continue_final_message),
+                **variables,
+            )
+        except ValueError as error:
+            raise errors.chat_template_failed(str(error)) from None
+        return tokenizer.encode(text, True) if add_special_tokens else tokenizer.encode_chat(text)
+
+    return await serving.aside(num_chars, work)

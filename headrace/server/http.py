@@ -1,0 +1,153 @@
+"""One HTTP exchange over bare ASGI: the request's head and body, and the answer, whole or streamed.
+
+The status line is held back until there is something to send, so an error found before the first token is
+still a proper status. Extra headers (request id, CORS) are set once and go with whatever is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.protocol import errors
+from headrace.protocol.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = "application/json"
+
+BODY_IDLE_S = 30.0
+"""A body of which nothing arrives for so long is given up (408)."""
+DISCARD_S = 10.0
+"""How long an oversized body is read and thrown away, so that the client gets to read its 413."""
+WRITE_STALL_S = 300.0
+"""A reader that takes nothing for so long is treated as gone."""
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or stopped reading; there is nobody to answer."""
+
+
+class Exchange:
+    """A request being answered. `headers` have lower-case names; of repeated headers the last is kept."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        self.answer_headers: dict[str, str] = {}
+        self.request_id = ""
+        self.name(self.headers.get("x-request-id", ""))
+        self.status: int | None = None
+        """The status sent, None as long as nothing was."""
+        self.is_streaming = False
+        """A streamed answer has begun and not ended."""
+        self._receive = receive
+        self._send = send
+
+    def name(self, request_id: str) -> None:
+        """Take the client's name for the request, or a new one if it is not short and printable."""
+        self.request_id = request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
+        self.answer_headers["x-request-id"] = self.request_id
+
+    def warn_ignored(self, names: Sequence[str]) -> None:
+        """Tell the client which fields of its body had no effect, if there are any."""
+        if not names:
+            return
+        printable = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name)[:64] for name in names)
+        self.answer_headers["x-headrace-ignored"] = ",".join(printable)
+
+    async def body(self, limit_bytes: int) -> bytes:
+        """The whole body. Raises ApiError 413 or 408, ClientGone."""
+        length = self.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit_bytes:
+            await self._discard()
+            raise errors.request_too_large(limit_bytes)
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(BODY_IDLE_S):
+                    message = await self._receive()
+            except TimeoutError:
+                raise errors.request_timeout(BODY_IDLE_S) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit_bytes:
+                parts.clear()
+                await self._discard()
+                raise errors.request_too_large(limit_bytes)
+            parts.append(part)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def _discard(self) -> None:
+        try:
+            async with asyncio.timeout(DISCARD_S):
+                more = True
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            return
+
+    async def disconnected(self) -> None:
+        """Returns when the client is gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self, status: int, body: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None
+    ) -> None:
+        length = {} if status == 204 else {"content-type": content_type, "content-length": str(len(body))}
+        await self._start(status, {**length, **(headers or {})})
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def answer_json(self, value: object, status: int = 200) -> None:
+        await self.answer(status, encode_json(value))
+
+    async def answer_error(self, error: ApiError) -> None:
+        await self.answer(error.status, error.body(), headers=error.headers)
+
+    async def stream(self, headers: Mapping[str, str]) -> None:
+        """Begin a streamed answer with status 200."""
+        await self._start(200, headers)
+        self.is_streaming = True
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece of a streamed answer; waits while the client reads more slowly than we write."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        self.is_streaming = False
+        await self._write({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        merged = {**headers, **self.answer_headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in merged.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(WRITE_STALL_S):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None

@@ -1,0 +1,131 @@
+"""Sending generated text, in whichever dialect: as one JSON answer or as a stream of events.
+
+Both take the same deltas. While they come, the connection is watched: when the client leaves, the generation is
+cancelled, which stops the request in the engine within one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from headrace.protocol import errors, sse
+from headrace.protocol.answers import Delta, Usage
+from headrace.protocol.errors import ApiError
+from headrace.protocol.sampling import SamplingFields, StreamOptions
+from headrace.server.generation import joined
+from headrace.server.http import ClientGone, Exchange
+
+
+class Answer(Protocol):
+    """How a dialect writes an answer."""
+
+    def opening(self, index: int) -> list[dict[str, object]]: ...
+
+    def chunks(self, delta: Delta) -> list[dict[str, object]]: ...
+
+    def usage_chunk(self, usage: Usage) -> dict[str, object]: ...
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, object]: ...
+
+
+class Tally:
+    """Counts tokens of an answer with `n` choices for each of the prompts."""
+
+    def __init__(self, prompt_tokens: Sequence[int], n: int) -> None:
+        self._prompt_tokens = sum(prompt_tokens)
+        self._cached = [0] * len(prompt_tokens)
+        self._completion_tokens = 0
+        self._n = n
+
+    def add(self, delta: Delta) -> None:
+        self._completion_tokens += len(delta.token_ids)
+        prompt = delta.index // self._n
+        self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._prompt_tokens, self._completion_tokens, sum(self._cached))
+
+
+def stream_options(fields: SamplingFields) -> StreamOptions:
+    """Raises ApiError (400) when options come without a stream."""
+    options = fields.stream_options
+    if options is None:
+        return StreamOptions()
+    if not fields.stream:
+        raise errors.invalid_value("stream_options", "`stream_options` has an effect only with `stream` true.")
+    if options.include_obfuscation:
+        raise errors.unsupported_field("stream_options.include_obfuscation")
+    return options
+
+
+async def reply(
+    exchange: Exchange,
+    deltas: AsyncIterator[Delta],
+    answer: Answer,
+    tally: Tally,
+    *,
+    stream: bool,
+    options: StreamOptions,
+) -> None:
+    """Answers the exchange. Raises ApiError only while nothing has been sent, ClientGone when the client left."""
+    sending = _stream(exchange, deltas, answer, tally, options) if stream else _whole(exchange, deltas, answer, tally)
+    work = asyncio.create_task(sending)
+    watch = asyncio.create_task(exchange.disconnected())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGone
+        work.result()
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _whole(exchange: Exchange, deltas: AsyncIterator[Delta], answer: Answer, tally: Tally) -> None:
+    choices: dict[int, list[Delta]] = {}
+    async with aclosing(deltas) as stream:  # type: ignore[type-var]
+        async for delta in stream:
+            tally.add(delta)
+            choices.setdefault(delta.index, []).append(delta)
+    whole = [joined(parts) for _, parts in sorted(choices.items())]
+    await exchange.answer_json(answer.whole(whole, tally.usage))
+
+
+async def _stream(
+    exchange: Exchange, deltas: AsyncIterator[Delta], answer: Answer, tally: Tally, options: StreamOptions
+) -> None:
+    opened: set[int] = set()
+    async with aclosing(deltas) as stream:  # type: ignore[type-var]
+        try:
+            async for delta in stream:
+                tally.add(delta)
+                chunks = answer.chunks(delta)
+                if delta.index not in opened:
+                    opened.add(delta.index)
+                    chunks = answer.opening(delta.index) + chunks
+                if exchange.status is None:
+                    await exchange.stream(sse.HEADERS)
+                await exchange.write(b"".join(_event(chunk, tally, options) for chunk in chunks))
+        except ApiError as error:
+            if exchange.status is None:
+                raise
+            await exchange.write(sse.error_event(error))
+            await exchange.end()
+            return
+    if options.include_usage:
+        await exchange.write(sse.event(answer.usage_chunk(tally.usage)))
+    await exchange.write(sse.DONE)
+    await exchange.end()
+
+
+def _event(chunk: dict[str, Any], tally: Tally, options: StreamOptions) -> bytes:
+    if options.continuous_usage_stats:
+        chunk["usage"] = tally.usage.wire()
+    elif options.include_usage:
+        chunk["usage"] = None
+    return sse.event(chunk)

@@ -1,0 +1,149 @@
+"""Every path the server answers, as a table; and where a path that is not in it was meant to go.
+
+Clients disagree on where the base URL ends, so `/v1/chat/completions`, `/chat/completions`,
+`/api/v1/chat/completions` and `/v1/v1/chat/completions/` are one route: `canonical` strips what is optional.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.protocol import errors
+from headrace.protocol.openai_chat import ChatFields
+from headrace.protocol.openai_completions import CompletionFields
+from headrace.protocol.sampling import SamplingFields
+from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
+from headrace.server import status
+from headrace.server.chat import chat_completions
+from headrace.server.completions import completions
+from headrace.server.http import Exchange
+from headrace.server.models import list_models, retrieve_model
+from headrace.server.pages import docs_page, openapi_document
+from headrace.server.serving import Serving
+from headrace.server.tokenization import detokenize, tokenize
+
+Handler = Callable[[Serving, Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """`path` as people write it. `body` are the types whose fields the request's JSON object may have."""
+
+    path: str
+    method: str
+    answer: Handler
+    summary: str
+    body: tuple[type[msgspec.Struct], ...] = ()
+
+
+async def _openapi(serving: Serving, exchange: Exchange) -> None:
+    await exchange.answer_json(openapi_document(ROUTES, serving.settings.root_path))
+
+
+async def _docs(serving: Serving, exchange: Exchange) -> None:
+    page = docs_page(ROUTES, serving.names.primary, serving.settings.root_path)
+    await exchange.answer(200, page.encode(), "text/html; charset=utf-8")
+
+
+async def _model(serving: Serving, exchange: Exchange) -> None:
+    path = canonical(exchange.path, serving.settings.root_path)
+    await retrieve_model(serving, exchange, path.removeprefix("/models/"))
+
+
+MODEL_PATH = "/v1/models/{model}"
+
+ROUTES: tuple[Route, ...] = (
+    Route("/v1/chat/completions", "POST", chat_completions, "Answer a conversation", (ChatFields, SamplingFields)),
+    Route("/v1/completions", "POST", completions, "Continue a text", (CompletionFields, SamplingFields)),
+    Route("/v1/models", "GET", list_models, "The served models, their limits and sampling defaults"),
+    Route(MODEL_PATH, "GET", _model, "One served model; its name may contain slashes"),
+    Route("/tokenize", "POST", tokenize, "Token ids of a text or a conversation", (TokenizeFields,)),
+    Route("/detokenize", "POST", detokenize, "The text of token ids", (DetokenizeFields,)),
+    Route("/health", "GET", status.health, "200 while the engine makes progress"),
+    Route("/ready", "GET", status.ready, "200 while new requests are taken"),
+    Route("/readyz", "GET", status.ready, "The same as /ready"),
+    Route("/ping", "GET", status.ping, "The same as /health"),
+    Route("/ping", "POST", status.ping, "The same as /health"),
+    Route("/version", "GET", status.version, "The server's version"),
+    Route("/load", "GET", status.load, "How many requests are being answered"),
+    Route("/metrics", "GET", status.metrics, "Metrics for Prometheus"),
+    Route("/reset_prefix_cache", "POST", status.reset_prefix_cache, "Forget cached prefixes that nobody uses"),
+    Route("/openapi.json", "GET", _openapi, "This table as an OpenAPI document"),
+    Route("/docs", "GET", _docs, "This table as a page"),
+    Route("/", "GET", status.root, "Name, version and model"),
+)
+
+NOT_BUILT = {
+    "/embeddings": "embeddings",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/score": "scoring",
+    "/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/v2/embed": "embeddings",
+    "/responses": "the Responses API",
+    "/messages": "the Anthropic Messages API",
+    "/chat/completions/batch": "batched chat",
+    "/audio": "audio",
+    "/images": "image generation",
+    "/videos": "video generation",
+    "/moderations": "moderation",
+    "/files": "file storage",
+    "/batches": "the batch API",
+    "/fine_tuning": "fine-tuning",
+    "/assistants": "the Assistants API",
+    "/threads": "the Assistants API",
+    "/vector_stores": "vector stores",
+    "/realtime": "the Realtime API",
+    "/invocations": "the SageMaker entry point",
+    "/load_lora_adapter": "loading LoRA adapters",
+    "/unload_lora_adapter": "unloading LoRA adapters",
+    "/sleep": "sleep mode",
+    "/wake_up": "sleep mode",
+    "/is_sleeping": "sleep mode",
+    "/server_info": "server information",
+    "/tokenizer_info": "tokenizer information",
+    "/start_profile": "profiling",
+    "/stop_profile": "profiling",
+}
+"""Canonical paths of features that other servers have, by what they are; paths below them are meant too."""
+
+
+def canonical(path: str, root_path: str = "") -> str:
+    """The path without `root_path`, the optional `/api` or `/openai`, any number of `/v1`, and a trailing slash."""
+    root = root_path.rstrip("/")
+    if root and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    path = "/" + path.strip("/")
+    path = re.sub(r"^/(?:api|openai)(?=/|$)", "", path)
+    path = re.sub(r"^(?:/+v1)+(?=/|$)", "", path)
+    return "/" + path.lstrip("/")
+
+
+_BY_PATH: dict[str, dict[str, Route]] = {}
+for _route in ROUTES:
+    _BY_PATH.setdefault(canonical(_route.path), {})[_route.method] = _route
+
+
+def find(method: str, path: str) -> Route:
+    """The route of a canonical path. HEAD is GET. Raises ApiError 404, 405 or 501."""
+    by_method = _BY_PATH.get(path)
+    if by_method is None and path.startswith("/models/"):
+        by_method = _BY_PATH[canonical(MODEL_PATH)]
+    if by_method is None:
+        for known, feature in NOT_BUILT.items():
+            if path == known or path.startswith(known + "/"):
+                raise errors.not_implemented(path, feature)
+        raise errors.unknown_endpoint(method, path, known_paths())
+    route = by_method.get("GET" if method == "HEAD" else method)
+    if route is None:
+        raise errors.method_not_allowed(method, next(iter(by_method.values())).path, by_method)
+    return route
+
+
+def known_paths() -> list[str]:
+    return list(dict.fromkeys(route.path for route in ROUTES if len(route.path) > 1))

@@ -1,0 +1,145 @@
+"""What the routes know of the server they run in: the model's names and limits, its tokenizer and template,
+the engine, and the defaults for what a request leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Protocol, TypeVar
+
+import headrace
+from headrace.config.settings import EngineSettings, ServerSettings
+from headrace.protocol import errors
+from headrace.protocol.answers import AnswerHead
+from headrace.protocol.errors import ApiError
+from headrace.protocol.ipc import EngineInfo, Loading
+from headrace.protocol.sampling import ModelLimits, SamplingFields
+from headrace.server.generation import Engine
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+T = TypeVar("T")
+
+LONG_TEXT_CHARS = 20_000
+"""Longer texts are tokenized in a thread; shorter ones take less time than the hand-over."""
+
+
+class Client(Engine, Protocol):
+    """`EngineClient` as the routes see it."""
+
+    state: str
+    info: EngineInfo | None
+    loading: Loading | None
+
+    @property
+    def healthy(self) -> bool: ...
+
+    async def reset_prefix_cache(self) -> int: ...
+
+
+class ModelNames:
+    """The names that mean the served model: the served ones, the path it was loaded from, and its last part."""
+
+    def __init__(self, served: tuple[str, ...], path: str) -> None:
+        self.served = served
+        last = PurePath(path).name
+        self._accepted = frozenset({*served, path, path.rstrip("/"), last, last.removesuffix(".gguf")}) - {""}
+
+    @property
+    def primary(self) -> str:
+        """The name that answers carry."""
+        return self.served[0]
+
+    def check(self, name: str | None) -> None:
+        """Absent and empty mean the default model. Raises ApiError (404) with the nearest name."""
+        if name and name not in self._accepted:
+            raise errors.model_not_found(name, self.served)
+
+
+class Serving:
+    def __init__(
+        self,
+        server_settings: ServerSettings,
+        engine_settings: EngineSettings,
+        client: Client,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        sampling_defaults: Mapping[str, float],
+        exposition: Callable[[], bytes],
+    ) -> None:
+        self.settings = server_settings
+        self.client = client
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.sampling_defaults = sampling_defaults
+        self.exposition = exposition
+        self.names = ModelNames(server_settings.served_model_names, server_settings.model_path)
+        self.started_at = int(time.time())
+        self.num_generating = 0
+        """Requests for text that are being answered now."""
+        self._policy = engine_settings.scheduling_policy
+
+    def not_ready(self) -> ApiError | None:
+        """Why the server takes no request for text now; None when it does."""
+        match self.client.state:
+            case "ready":
+                return None
+            case "draining":
+                return errors.unavailable("draining", "The server is shutting down and takes no new requests.")
+            case "restarting":
+                return errors.unavailable("engine_restarting", "The engine died and is being restarted.")
+            case "failed":
+                return errors.unavailable("engine_failed", "The engine could not start; see the server's log.", 30)
+        loading = self.client.loading
+        progress = f" ({loading.phase}, {100 * loading.done // loading.total} %)" if loading and loading.total else ""
+        return errors.unavailable("engine_loading", f"The model is still loading{progress}.")
+
+    def ready_info(self) -> EngineInfo:
+        """What the engine said of itself. Raises ApiError (503) unless it takes requests."""
+        refusal = self.not_ready()
+        if refusal is not None or self.client.info is None:
+            raise refusal or errors.unavailable("engine_loading", "The model is still loading.")
+        return self.client.info
+
+    def limits(self) -> ModelLimits:
+        return ModelLimits(self.ready_info().max_model_len, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+
+    def priority(self, fields: SamplingFields) -> int:
+        """Raises ApiError (400) when the scheduler does not look at priorities."""
+        if fields.priority and self._policy != "priority":
+            raise errors.invalid_value(
+                "priority", "`priority` has an effect only when the server runs with --scheduling-policy priority."
+            )
+        return fields.priority or 0
+
+    def head(self, prefix: str) -> AnswerHead:
+        """The head of a new answer, its id unique in this process's life and beyond."""
+        info = self.ready_info()
+        about = f"{headrace.__version__} {info.model} {info.dtype} {info.kernels} {info.kv_cache_dtype}"
+        fingerprint = f"fp_{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+        return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.names.primary, fingerprint)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await self.aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def aside(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Run `work` here when it is short, in a thread when it would hold up the other requests."""
+        return work() if num_chars <= LONG_TEXT_CHARS else await asyncio.to_thread(work)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        self.num_generating += 1
+        try:
+            yield
+        finally:
+            self.num_generating -= 1

@@ -1,0 +1,47 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from headrace.protocol import errors
+from headrace.protocol.json import Body
+from headrace.protocol.openai_chat import template_variables
+from headrace.protocol.sampling import check_token_ids
+from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields, detokenized, tokenized
+from headrace.server.chat import prompt_of
+from headrace.server.http import Exchange
+from headrace.server.serving import Serving
+
+
+async def tokenize(serving: Serving, exchange: Exchange) -> None:
+    max_model_len = serving.limits().max_model_len
+    body = Body(await exchange.body(serving.settings.max_body_bytes))
+    fields = body.read(TokenizeFields)
+    exchange.warn_ignored(list(body.others()))
+    serving.names.check(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise errors.missing_field("prompt", "send either `prompt` (a text) or `messages`, and not both.")
+    if fields.messages is not None:
+        token_ids = await prompt_of(
+            serving,
+            fields.messages,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            add_special_tokens=fields.add_special_tokens,
+            variables=template_variables(fields.chat_template_kwargs),
+        )
+    else:
+        token_ids = await serving.encode(fields.prompt or "", fields.add_special_tokens is not False)
+    names = [serving.tokenizer.token_text(token_id) for token_id in token_ids] if fields.return_token_strs else None
+    await exchange.answer_json(tokenized(token_ids, max_model_len, names))
+
+
+async def detokenize(serving: Serving, exchange: Exchange) -> None:
+    body = Body(await exchange.body(serving.settings.max_body_bytes))
+    fields = body.read(DetokenizeFields)
+    exchange.warn_ignored(list(body.others()))
+    serving.names.check(fields.model)
+    check_token_ids("tokens", fields.tokens, serving.tokenizer.vocab_size)
+    text = await serving.aside(
+        len(fields.tokens), lambda: serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+    )
+    await exchange.answer_json(detokenized(text))
