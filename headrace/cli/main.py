@@ -1,0 +1,73 @@
+"""The command `headrace`: finds the subcommand and calls it.
+
+Only what a subcommand needs is imported, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from headrace import __version__
+
+USAGE = """\
+Headrace serves open language models on your own machine.
+
+  headrace up               serve the bundled model and show how to use it
+  headrace serve [MODEL]    serve a model directory, a .gguf file or a hub id, with vLLM's flags
+  headrace version          print the version
+
+`headrace serve --help` lists the flags by what you want to do.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (2 for a command that is wrong)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if words else 2
+    name, *rest = words
+    command = COMMANDS.get(name.lower())
+    if command is None:
+        from headrace.config.flags import closest
+
+        near = closest(name, COMMANDS)
+        hint = f"Did you mean headrace {near}?" if near else "`headrace --help` lists the commands."
+        print(f"headrace: unknown command {name}. {hint}", file=sys.stderr)
+        return 2
+    try:
+        return command(rest)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; nothing more can be said
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(words: Sequence[str]) -> int:
+    from headrace.cli.serve import serve_command
+
+    return serve_command("serve", words)
+
+
+def _up(words: Sequence[str]) -> int:
+    from headrace.cli.serve import serve_command
+
+    return serve_command("up", words)
+
+
+def _version(words: Sequence[str]) -> int:
+    print(f"headrace {__version__}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "up": _up,
+    "serve": _serve,
+    "version": _version,
+    "--version": _version,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

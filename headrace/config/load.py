@@ -1,0 +1,212 @@
+"""From a command line to the settings that the processes are given, or to all the reasons why not.
+
+    words ─ parse ─► Given ─► EngineSettings, ServerSettings ─ rules ─► model files ─ model rules ─► Launch
+
+Nothing is loaded: of the model only its headers are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+
+from headrace.config import rules
+from headrace.config.command_line import Given, parse_command_line
+from headrace.config.errors import ConfigError
+from headrace.config.model_files import ModelFiles, open_model
+from headrace.config.resolve import BUNDLED_NAME, resolve_model
+from headrace.config.settings import EngineSettings, ServerSettings
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A checked start. `notices` are lines for the person: what flags map to, and advice."""
+
+    engine: EngineSettings
+    server: ServerSettings
+    files: ModelFiles
+    notices: tuple[str, ...]
+
+
+class LaunchError(ConfigError):
+    """Every mistake of a command, one line each; the message is all of them."""
+
+    def __init__(self, errors: Sequence[str], notices: Sequence[str] = ()) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = tuple(errors)
+        self.notices = tuple(notices)
+
+
+def load(words: Sequence[str]) -> Launch:
+    """Check a command line and the files it names. Raises LaunchError with every mistake."""
+    return load_given(parse_command_line(words))
+
+
+def load_given(given: Given) -> Launch:
+    """The same, from a command line that has been parsed already."""
+    errors = [*given.errors, *given.refusals()]
+    notices = given.notices()
+    name = _model_name(given, errors)
+    engine, server = _settings(given, name, errors)
+    setup = rules.Setup(engine, server, frozenset(given.values), str(given.value("load-format")))
+    _sort(rules.findings(setup), errors, notices)
+
+    files: ModelFiles | None = None
+    with _collected(errors):
+        path = resolve_model(name, _text(given, "revision"), _text(given, "download-dir"))
+        files = open_model(path, engine.hf_overrides)
+        engine = msgspec.structs.replace(engine, model=str(path))
+        facts = rules.ModelFacts(
+            files.config, "gguf" if files.kind == "gguf" else "safetensors", files.chat_template is not None
+        )
+        _sort(rules.model_findings(setup, facts), errors, notices)
+    if errors or files is None:
+        raise LaunchError(list(dict.fromkeys(errors)), notices)
+    return Launch(engine, server, files, tuple(notices))
+
+
+def settings(given: Given) -> tuple[EngineSettings, ServerSettings]:
+    """The settings that flags alone decide; `model` is still as the person wrote it. Raises LaunchError."""
+    errors = [*given.errors, *given.refusals()]
+    name = _model_name(given, errors)
+    result = _settings(given, name, errors)
+    if errors:
+        raise LaunchError(errors, given.notices())
+    return result
+
+
+def _model_name(given: Given, errors: list[str]) -> str | None:
+    flag = _text(given, "model")
+    if given.positional is not None and flag is not None and given.positional != flag:
+        errors.append(f"two models are named, {given.positional} and --model {flag}: name one.")
+    return given.positional if given.positional is not None else flag
+
+
+def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[EngineSettings, ServerSettings]:
+    model = name if name is not None else BUNDLED_NAME
+    value = given.value
+    length = value("max-model-len")
+    target_ms = cast("float | None", value("step-time-target-ms"))
+    overrides = dict(cast("dict[str, object] | None", value("hf-overrides")) or {})
+    for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
+        if flag in given.values:
+            overrides.setdefault(key, given.values[flag])
+
+    tokenizer, template = _text(given, "tokenizer"), _text(given, "chat-template")
+    with _collected(errors):
+        tokenizer = _tokenizer_path(tokenizer)
+    with _collected(errors):
+        template = _template_text(template)
+    generation = str(value("generation-config"))
+    with _collected(errors):
+        generation = _generation_config(generation)
+
+    engine = EngineSettings(
+        model=model,
+        tokenizer=tokenizer,
+        device=cast('Literal["auto", "cpu", "cuda"]', value("device")),
+        dtype=cast('Literal["auto", "float32", "float16", "bfloat16"]', value("dtype")),
+        kv_cache_dtype=str(value("kv-cache-dtype")),
+        quantization=_text(given, "quantization"),
+        hf_overrides=overrides,
+        max_model_len=None if length == "auto" else cast(int, length),
+        max_num_seqs=cast(int, value("max-num-seqs")),
+        max_num_batched_tokens=cast("int | None", value("max-num-batched-tokens")),
+        gpu_memory_utilization=cast(float, value("gpu-memory-utilization")),
+        kv_cache_memory_bytes=cast("int | None", value("kv-cache-memory-bytes")),
+        block_size=cast("int | None", value("block-size")),
+        enable_prefix_caching=bool(value("enable-prefix-caching")),
+        enable_chunked_prefill=bool(value("enable-chunked-prefill")),
+        scheduling_policy=cast('Literal["fcfs", "priority"]', value("scheduling-policy")),
+        max_num_queued_reqs=cast(int, value("max-num-queued-reqs")),
+        step_time_target_s=None if target_ms is None else target_ms / 1000,
+        step_timeout_s=cast("float | None", value("step-timeout")),
+        seed=cast(int, value("seed")),
+        threads=cast("int | None", value("threads")),
+        trace_steps=bool(value("trace-steps")),
+    )
+    server = ServerSettings(
+        host=str(value("host")),
+        port=cast(int, value("port")),
+        api_keys=_texts(given, "api-key"),
+        served_model_names=_texts(given, "served-model-name") or (model,),
+        model_path=model,
+        chat_template=template,
+        generation_config=generation,
+        override_generation_config=cast("dict[str, object] | None", value("override-generation-config")) or {},
+        uvicorn_log_level=str(value("uvicorn-log-level")),
+        allowed_origins=_texts(given, "allowed-origins"),
+        allowed_methods=_texts(given, "allowed-methods"),
+        allowed_headers=_texts(given, "allowed-headers"),
+        ssl_keyfile=_text(given, "ssl-keyfile"),
+        ssl_certfile=_text(given, "ssl-certfile"),
+        root_path=str(value("root-path")),
+        log_requests=bool(value("enable-log-requests")),
+        log_stats=not value("disable-log-stats"),
+        max_log_len=cast("int | None", value("max-log-len")),
+        shutdown_timeout_s=cast(float, value("shutdown-timeout")),
+    )
+    return engine, server
+
+
+def _text(given: Given, name: str) -> str | None:
+    return cast("str | None", given.value(name))
+
+
+def _texts(given: Given, name: str) -> tuple[str, ...]:
+    return tuple(cast("Sequence[str] | None", given.value(name)) or ())
+
+
+def _tokenizer_path(name: str | None) -> str | None:
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ConfigError(f"--tokenizer {name}: there is no such directory or file; a hub id is not looked up here.")
+    return str(path.absolute())
+
+
+def _template_text(template: str | None) -> str | None:
+    """The text of a template file, or the text itself when it is Jinja."""
+    if template is None:
+        return None
+    if "{{" in template or "{%" in template or "\n" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--chat-template {template}: neither a readable file ({reason}) nor Jinja text.") from None
+
+
+def _generation_config(choice: str) -> str:
+    """auto, model, none, or an existing directory. `vllm` is that server's word for none."""
+    if choice in ("auto", "model", "none"):
+        return choice
+    if choice in ("vllm", "headrace"):
+        return "none"
+    path = Path(choice).expanduser()
+    if path.is_file() or (path / "generation_config.json").is_file():
+        return str(path.absolute())
+    raise ConfigError(
+        f"--generation-config {choice}: say auto, none, or a directory that holds generation_config.json."
+    )
+
+
+def _sort(found: Sequence[rules.Finding], errors: list[str], notices: list[str]) -> None:
+    for finding in found:
+        (errors if finding.severity == "error" else notices).append(finding.message)
+
+
+@contextlib.contextmanager
+def _collected(errors: list[str]) -> Iterator[None]:
+    """A refusal inside becomes a line in `errors`, so that the checks after it still run."""
+    try:
+        yield
+    except ConfigError as error:
+        errors.append(str(error))

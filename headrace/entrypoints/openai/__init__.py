@@ -1,0 +1,1 @@
+"""`python -m headrace.entrypoints.openai.api_server`, as vLLM's commands are written."""

@@ -1,0 +1,13 @@
+python -m vllm.entrypoints.openai.api_server \
+  --model Qwen/Qwen2.5-7B-Instruct \
+  --served-model-name qwen2.5-7b \
+  --host 0.0.0.0 \
+  --port 8000 \
+  --tensor-parallel-size 1 \
+  --gpu-memory-utilization 0.90 \
+  --max-model-len 8192 \
+  --enable-chunked-prefill \
+  --max-num-batched-tokens 4096 \
+  --enable-prefix-caching \
+  --quantization awq \
+  --dtype auto

@@ -1,0 +1,14 @@
+python3 -m vllm.entrypoints.openai.api_server \
+  --model /data/models/Qwen2-7B-Instruct-AWQ \
+  --quantization awq \
+  --dtype float16 \
+  --max-model-len 8192 \
+  --max-num-seqs 8 \
+  --max-num-batched-tokens 2048 \
+  --gpu-memory-utilization 0.92 \
+  --kv-cache-dtype fp8_e5m2 \
+  --enable-chunked-prefill \
+  --enable-prefix-caching \
+  --api-key sk-your-local-vllm-key \
+  --host 0.0.0.0 \
+  --port 8000

@@ -1,0 +1,14 @@
+python -m vllm.entrypoints.openai.api_server \
+  --model /models/Qwen2.5-7B-Instruct-AWQ \
+  --served-model-name qwen2.5-7b-awq \
+  --dtype auto \
+  --quantization awq \
+  --tensor-parallel-size 1 \
+  --max-num-seqs 128 \
+  --max-model-len 4096 \
+  --gpu-memory-utilization 0.90 \
+  --kv-cache-dtype auto \
+  --enable-prefix-caching \
+  --swap-space 8 \
+  --disable-log-requests \
+  --port 8000

@@ -1,0 +1,16 @@
+python -m vllm.entrypoints.openai.api_server \
+  --model /models/Qwen2.5-72B-Instruct \
+  --served-model-name Qwen2.5-72B-Instruct \
+  --trust-remote-code \
+  --dtype half \
+  --kv-cache-dtype auto \
+  --tensor-parallel-size 8 \
+  --gpu-memory-utilization 0.95 \
+  --swap-space 1 \
+  --max-model-len 32768 \
+  --enable-chunked-prefill \
+  --max-num-seqs 2 \
+  --max-num-batched-tokens 32768 \
+  --disable-custom-all-reduce \
+  --host 0.0.0.0 \
+  --port 8000
