@@ -42,7 +42,7 @@ def create_app(
     generation_config: Mapping[str, object],
     metrics: EngineMetrics,
 ) -> App:
-    """`generation_config` is the model's own (generation_config.json), {} where it has none.
+    """The application over `client`. `generation_config` is the model's own, {} where it has none.
 
     Raises ConfigError for generation defaults that cannot work.
     """
@@ -51,16 +51,7 @@ def create_app(
         logger.info("Sampling defaults for fields a request leaves out: %s", json.dumps(defaults))
     if chat_template is None:
         logger.warning("The model has no chat template: /v1/chat/completions answers 400. Use --chat-template FILE.")
-    serving = Serving(
-        server_settings,
-        engine_settings,
-        client,
-        tokenizer,
-        chat_template,
-        sampling_defaults=defaults,
-        exposition=metrics.render,
-    )
-    return App(serving, metrics)
+    return App(Serving(server_settings, engine_settings, client, tokenizer, chat_template, defaults, metrics))
 
 
 def sampling_defaults(settings: ServerSettings, generation_config: Mapping[str, object]) -> dict[str, float]:
@@ -85,9 +76,8 @@ def sampling_defaults(settings: ServerSettings, generation_config: Mapping[str, 
 class App:
     """The ASGI application. `serving` may be read by whoever runs it (its count of open requests, for instance)."""
 
-    def __init__(self, serving: Serving, metrics: EngineMetrics) -> None:
+    def __init__(self, serving: Serving) -> None:
         self.serving = serving
-        self._metrics = metrics
         self._keys = KeyCheck(serving.settings.api_keys)
         self._cors = Cors(serving.settings)
         self._root_path = serving.settings.root_path
@@ -111,7 +101,7 @@ class App:
         finally:
             seconds = time.perf_counter() - began
             status = exchange.status or CLIENT_CLOSED_REQUEST
-            self._metrics.http_request(exchange.method, label, status, seconds)
+            self.serving.metrics.http_request(exchange.method, label, status, seconds)
             if self.serving.settings.log_requests:
                 name, path = exchange.request_id, exchange.path
                 logger.info(

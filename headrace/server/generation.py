@@ -17,7 +17,7 @@ from typing import Protocol
 
 from headrace.protocol import errors
 from headrace.protocol.answers import Delta
-from headrace.protocol.ipc import SamplingParams, SequenceOutput, TokenLogprobs
+from headrace.protocol.ipc import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from headrace.protocol.logprobs import ScoredToken, TokenScore
 from headrace.protocol.sampling import TextRules
 from headrace.text.detokenizer import Detokenizer
@@ -38,7 +38,7 @@ class Engine(Protocol):
         cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceOutput]: ...
 
-    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None: ...
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None: ...
 
 
 @dataclass(frozen=True)

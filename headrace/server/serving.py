@@ -22,6 +22,7 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import EngineInfo, Loading
 from headrace.protocol.sampling import ModelLimits, SamplingFields
 from headrace.server.generation import Engine
+from headrace.server.metrics import EngineMetrics
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -36,9 +37,11 @@ LONG_TEXT_CHARS = 20_000
 class Client(Engine, Protocol):
     """`EngineClient` as the routes see it."""
 
-    state: str
     info: EngineInfo | None
     loading: Loading | None
+
+    @property
+    def state(self) -> str: ...
 
     @property
     def healthy(self) -> bool: ...
@@ -73,16 +76,15 @@ class Serving:
         client: Client,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
-        *,
         sampling_defaults: Mapping[str, float],
-        exposition: Callable[[], bytes],
+        metrics: EngineMetrics,
     ) -> None:
         self.settings = server_settings
         self.client = client
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.sampling_defaults = sampling_defaults
-        self.exposition = exposition
+        self.metrics = metrics
         self.names = ModelNames(server_settings.served_model_names, server_settings.model_path)
         self.started_at = int(time.time())
         self.num_generating = 0

@@ -9,9 +9,8 @@ from __future__ import annotations
 import headrace
 from headrace.protocol import errors
 from headrace.server.http import Exchange
+from headrace.server.metrics import CONTENT_TYPE
 from headrace.server.serving import Serving
-
-EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
@@ -41,7 +40,7 @@ async def load(serving: Serving, exchange: Exchange) -> None:
 
 
 async def metrics(serving: Serving, exchange: Exchange) -> None:
-    await exchange.answer(200, serving.exposition(), EXPOSITION_TYPE)
+    await exchange.answer(200, serving.metrics.render(), CONTENT_TYPE)
 
 
 async def reset_prefix_cache(serving: Serving, exchange: Exchange) -> None:
