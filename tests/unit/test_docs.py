@@ -7,6 +7,11 @@ import re
 import msgspec
 
 from headrace.protocol import errors
+from headrace.protocol.openai_chat import ChatFields
+from headrace.protocol.openai_completions import CompletionFields
+from headrace.protocol.sampling import SamplingFields
+from headrace.protocol.unbuilt_fields import UNBUILT
+from headrace.server.routes import ROUTES
 from tests.documents import ROOT, blocks, relative_links
 
 
@@ -74,13 +79,18 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.internal_error("x"),
         errors.engine_error("x"),
         errors.not_implemented("/x", "y"),
-        *(errors.unavailable(c, "x") for c in ("engine_loading", "engine_restarting", "engine_failed", "draining")),
     ]
     return {str(e.code): (e.status, e.type) for e in made}
 
 
+def unavailable_codes() -> set[str]:
+    sources = [path.read_text() for path in (ROOT / "headrace" / "server").glob("*.py")]
+    return {code for source in sources for code in re.findall(r"""unavailable\(\s*"(\w+)\"""", source)}
+
+
 def test_the_error_page_is_the_error_table() -> None:
-    assert documented_errors() == errors_in_code()
+    unavailable = dict.fromkeys(unavailable_codes(), (503, "server_error"))
+    assert documented_errors() == {**errors_in_code(), **unavailable}
 
 
 def test_every_error_code_in_the_source_is_on_the_error_page() -> None:
@@ -89,3 +99,30 @@ def test_every_error_code_in_the_source_is_on_the_error_page() -> None:
         for path in (ROOT / "headrace" / folder).glob("*.py"):
             used |= set(re.findall(r"""\bcode="(\w+)\"""", path.read_text()))
     assert used - set(documented_errors()) == set()
+
+
+def api_page() -> str:
+    return (ROOT / "docs/api.md").read_text()
+
+
+def test_the_api_page_lists_every_route_and_no_other() -> None:
+    documented = set(re.findall(r"`(GET|POST) (/[^`]*)`", api_page()))
+    assert documented == {(route.method, route.path) for route in ROUTES}
+
+
+def test_the_api_page_names_every_parameter() -> None:
+    table = re.search(r"^\| parameter .*?(?=^A field that)", api_page(), re.M | re.S)
+    assert table is not None
+    named = set()
+    for line in table[0].splitlines():
+        first_cell = line.split("|")[1] if line.startswith("|") else line
+        named |= set(re.findall(r"`([a-z_]+)`", first_cell))
+    fields = {f.name for t in (ChatFields, CompletionFields, SamplingFields) for f in msgspec.structs.fields(t)}
+    assert fields - named == set()
+
+
+def test_what_the_api_page_calls_unsupported_is_refused() -> None:
+    start = api_page().index("## Not supported yet")
+    section = api_page()[start : api_page().index("## A stream")]
+    names = set(re.findall(r"`([a-z_]+)`", section)) - {"unsupported_parameter", "not_implemented"}
+    assert names - set(UNBUILT) == {"logprobs"}
