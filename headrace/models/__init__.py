@@ -1,0 +1,41 @@
+"""One short file per family: its architecture and weight names. `FAMILIES` lists them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.config.errors import ConfigError
+from headrace.config.model import ModelConfig
+from headrace.kernels.ops import BatchHandle, Buffer, Kernels
+from headrace.models.llama import Llama
+from headrace.models.qwen2 import Qwen2
+from headrace.weights.checkpoint import Checkpoint, Progress
+
+
+class Model(Protocol):
+    def hidden(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
+        """[rows, hidden] after the last norm."""
+        ...
+
+    def forward(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
+        """Logits [sampling rows, vocab]."""
+        ...
+
+
+FAMILIES: dict[str, type[Llama] | type[Qwen2]] = {"llama": Llama, "qwen2": Qwen2}
+
+
+def build_model(
+    config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, max_positions: int, progress: Progress
+) -> Model:
+    """Read all weights into `kernels`. `max_positions` sizes the rotary tables; `progress(done, total)` is in
+    bytes of the checkpoint."""
+    family = FAMILIES.get(config.family)
+    if family is None:
+        raise ConfigError(f"the model family {config.family!r} is not known; known are {', '.join(FAMILIES)}.")
+    if config.quantization not in (None, "gguf"):
+        raise ConfigError(
+            f"the checkpoint is quantised with {config.quantization!r}, which is not supported yet: "
+            "use the plain checkpoint or a GGUF file of the same model."
+        )
+    return family.load(config, checkpoint, kernels, max_positions, progress)

@@ -6,7 +6,7 @@ format is taken apart one matrix at a time. `close` unmaps everything, so hold n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from headrace.kernels.weight import Weight, to_float32
 from headrace.weights.gguf import BLOCK_BYTES, import_blocks, rotary_rows
 
 DENSE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+Progress = Callable[[int, int], None]
+"""Told (done, total) in bytes."""
 
 
 class Checkpoint:

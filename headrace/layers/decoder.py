@@ -1,0 +1,52 @@
+"""The pre-norm decoder that most families share: blocks around a residual stream, and the projection to logits.
+
+The residual is added where the next norm needs it, so every block takes and gives a pair: what the last part
+computed, not added yet, and the stream it belongs to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.kernels.ops import BatchHandle, Buffer, Kernels
+from headrace.layers.attention import Attention
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.mlp import GatedMLP
+from headrace.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBlock:
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+    def forward(self, kernels: Kernels, x: Buffer, residual: Buffer | None, batch: BatchHandle) -> tuple[Buffer, Buffer]:
+        if residual is None:
+            normed, residual = self.attention_norm.forward(kernels, x), x
+        else:
+            normed, residual = self.attention_norm.of_sum(kernels, x, residual)
+        x = self.attention.forward(kernels, normed, batch)
+        normed, residual = self.mlp_norm.of_sum(kernels, x, residual)
+        return self.mlp.forward(kernels, normed), residual
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    embedding: Embedding
+    blocks: tuple[DecoderBlock, ...]
+    norm: RMSNorm
+    output: Linear
+
+    def hidden(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
+        """[rows, hidden] after the last norm."""
+        x, residual = self.embedding.forward(kernels, batch), None
+        for block in self.blocks:
+            x, residual = block.forward(kernels, x, residual, batch)
+        return self.norm.of_sum(kernels, x, residual)[0]
+
+    def forward(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
+        """Logits [sampling rows, vocab]."""
+        return self.output.forward(kernels, kernels.sample_rows(self.hidden(kernels, batch), batch))
