@@ -65,8 +65,7 @@ class EngineClient:
 
     async def start(self) -> None:
         """Spawn the core and return; it loads in the background. `wait_ready` waits for it."""
-        core = await CoreProcess.spawn(self.settings, self._on_message)
-        self._core = core
+        core = await self._spawn()
         self._tasks = [asyncio.create_task(self._supervise(core)), asyncio.create_task(self._watch())]
 
     async def wait_ready(self) -> ipc.EngineInfo:
@@ -295,16 +294,20 @@ class EngineClient:
             )
             await asyncio.sleep(delay_s)
             core = await self._respawn(backoff)
-            self._core = core
 
     async def _respawn(self, backoff: Backoff) -> CoreProcess:
         while True:
             try:
-                return await CoreProcess.spawn(self.settings, self._on_message)
+                return await self._spawn()
             except OSError as error:
                 delay_s = backoff.after_death(0.0)
                 logger.error("The engine process cannot be started (%s); next try in %.1f s.", error, delay_s)
                 await asyncio.sleep(delay_s)
+
+    async def _spawn(self) -> CoreProcess:
+        self._core = core = await CoreProcess.spawn(self.settings, self._on_message)
+        self.metrics.core_pid = core.pid
+        return core
 
     async def _watch(self) -> None:
         was_late = False

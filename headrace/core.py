@@ -1,0 +1,339 @@
+"""The engine process: joins policy (engine) and device (runtime), one step after another.
+
+    python -m headrace.core ADDRESS PARENT_PID      settings on standard input, messages over ZeroMQ
+
+Each turn of the loop takes all messages that have arrived, runs one step, and sends one message with its
+outputs: the server's heartbeat. With nothing to do it sleeps until a message or the end of its standard input
+comes; the end means that the server is gone, and so the core goes too. `EngineCore` is the same in process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from headrace.config.errors import ConfigError
+from headrace.config.model_files import open_model
+from headrace.config.settings import EngineSettings
+from headrace.engine.plan import Plan
+from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
+from headrace.planner.memory import MemoryPlan, plan_memory
+from headrace.protocol import ipc
+from headrace.runtime.devices import choose_kernels
+from headrace.runtime.runner import Runner
+
+logger = logging.getLogger("headrace.core")
+
+Progress = Callable[[str, int, int], None]
+"""(phase, done, total), called often while the core starts."""
+
+STEP_TIME_TARGET_S = {"reference": 0.25}
+"""By the kernels' name: how long a step may take while somebody waits for the next token."""
+DEFAULT_STEP_TIME_TARGET_S = 0.1
+
+SHRINK = 0.75
+"""What is left of the KV cache after each attempt to allocate it that failed."""
+
+
+class EngineCore:
+    """A loaded model with its scheduler: add requests, step until `has_work` is False.
+
+    Loads in the constructor. Raises ConfigError when the settings, the model and the memory do not go together.
+    """
+
+    def __init__(self, settings: EngineSettings, progress: Progress = lambda phase, done, total: None) -> None:
+        self.settings = settings
+        phases = _Phases()
+        with phases.measure("model files"):
+            files = open_model(Path(settings.model), settings.hf_overrides)
+        with phases.measure("device"):
+            kernels = choose_kernels(settings, files.config)
+            self._runner = Runner(files, kernels)
+        memory_bytes, taken_bytes = self._runner.memory_bytes()
+        with phases.measure("weights"):
+            self._runner.load(lambda done, total: progress("Loading model weights", done, total))
+        with phases.measure("KV cache"):
+            plan = self._allocate(memory_bytes, taken_bytes)
+        self._scheduler = Scheduler(
+            SchedulerSettings(
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                num_blocks=plan.num_blocks,
+                block_size=plan.block_size,
+                enable_prefix_caching=settings.enable_prefix_caching,
+                enable_chunked_prefill=settings.enable_chunked_prefill,
+                policy=settings.scheduling_policy,
+                max_num_queued_reqs=settings.max_num_queued_reqs,
+                step_time_target_s=self._step_time_target_s(kernels.name),
+            )
+        )
+        self.info = self._describe(plan, phases)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: ipc.AddRequest) -> Refusal | None:
+        """Queue a request; a Refusal if it can never run or the queue is full."""
+        return self._scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a sequence, or all of a request; one that is not known is no error."""
+        self._scheduler.abort(request_id, index)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget cached blocks that no sequence holds; how many there were."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the scheduler's books do not add up."""
+        self._scheduler.check_integrity()
+
+    def step(self) -> ipc.StepOutput | None:
+        """One step: schedule, execute, update. None if there was nothing to do.
+
+        A step that raises fails its own sequences (finish_reason "error") and nothing else.
+        """
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return None
+        try:
+            outputs = self._scheduler.update(plan, self._runner.execute(plan))
+        except Exception as error:
+            logger.exception("Step %d failed; its %d sequences end with an error.", plan.step, len(plan.steps))
+            outputs = self._scheduler.fail(plan, f"The engine failed on this step: {type(error).__name__}: {error}")
+        stats = self._scheduler.stats(time.perf_counter() - started)
+        if self.settings.trace_steps:
+            logger.info("%s", trace_line(plan, stats))
+        return ipc.StepOutput(outputs=outputs, stats=stats)
+
+    def _allocate(self, memory_bytes: int, taken_bytes: int) -> MemoryPlan:
+        """Plan the KV cache and allocate it; an allocation that fails is tried again smaller, and told."""
+        settings, notes = self.settings, []
+        while True:
+            plan = plan_memory(
+                self._files.config,
+                settings,
+                weight_bytes=self._runner.weight_bytes,
+                available_bytes=memory_bytes,
+                kv_bytes_per_value=self._runner.kv_bytes_per_value,
+                overhead_bytes=taken_bytes,
+                device=self._runner.device,
+            )
+            try:
+                self._runner.allocate_kv_cache(plan.num_blocks, plan.block_size)
+            except (MemoryError, RuntimeError) as error:
+                smaller = int(SHRINK * plan.kv_cache_bytes)
+                note = f"The KV cache got {smaller >> 20} MiB: {plan.kv_cache_bytes >> 20} MiB could not be allocated."
+                logger.warning("%s (%s)", note, str(error).splitlines()[0] if str(error) else type(error).__name__)
+                notes = [note]
+                settings = msgspec.structs.replace(settings, kv_cache_memory_bytes=smaller)
+            else:
+                return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+    def _step_time_target_s(self, kernels_name: str) -> float:
+        if self.settings.step_time_target_s is not None:
+            return self.settings.step_time_target_s
+        return STEP_TIME_TARGET_S.get(kernels_name, DEFAULT_STEP_TIME_TARGET_S)
+
+
+class _Phases:
+    """Seconds that each phase of the start took, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def trace_line(plan: Plan, stats: ipc.StepStats) -> str:
+    """`step 7: 2 decode + 1 prefill = 66 tokens, 31.4 ms; 3 running, 0 waiting; 12/2912 blocks`"""
+    reason = f" for {stats.waiting_reason}" if stats.waiting_reason else ""
+    return (
+        f"step {plan.step}: {stats.num_decode_tokens} decode + {stats.num_prefill_tokens} prefill tokens in "
+        f"{len(plan.steps)} sequences ({len(plan.new)} new, {len(plan.dropped)} dropped), "
+        f"{1000 * stats.step_s:.1f} ms; {stats.num_running} running, {stats.num_waiting} waiting{reason}; "
+        f"{stats.kv_blocks_used}/{stats.kv_blocks_total} blocks"
+    )
+
+
+class CoreLoop:
+    """The core's side of the conversation with the server."""
+
+    STUCK_WAIT_MS = 100
+    """Between two looks at work that cannot be scheduled; it never should come to that."""
+
+    def __init__(self, socket: zmq.Socket[bytes], parent_pipe: int) -> None:
+        self._socket = socket
+        self._parent_pipe = parent_pipe
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(parent_pipe, zmq.POLLIN)
+
+    def send(self, message: ipc.FromCore) -> None:
+        self._socket.send(ipc.encode(message))
+
+    def run(self, core: EngineCore) -> None:
+        """Until Stop comes or the server is gone."""
+        wait_ms: int | None = None
+        while self._receive(core, wait_ms):
+            output = core.step()
+            wait_ms = 0 if core.has_work else None
+            if output is not None:
+                self.send(output)
+                if not core.has_work:
+                    self._check(core)
+            elif core.has_work:
+                logger.error("Requests wait and none can be scheduled: this is a fault of the scheduler.")
+                wait_ms = self.STUCK_WAIT_MS
+
+    def _receive(self, core: EngineCore, wait_ms: int | None) -> bool:
+        """Act on all messages there are, after waiting for the first. False: leave the loop."""
+        if wait_ms != 0:
+            ready = dict(self._poller.poll(wait_ms))
+            if self._parent_pipe in ready and not os.read(self._parent_pipe, 1024):
+                logger.warning("The server is gone; the engine ends.")
+                return False
+        while True:
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            try:
+                message = ipc.to_core_decoder.decode(payload)
+            except msgspec.MsgspecError:
+                logger.exception("A message of %d bytes is not understood and is left out.", len(payload))
+                continue
+            if isinstance(message, ipc.Stop):
+                return False
+            self._act(core, message)
+
+    def _act(self, core: EngineCore, message: ipc.AddRequest | ipc.AbortRequest | ipc.ResetPrefixCache) -> None:
+        match message:
+            case ipc.AddRequest(request_id=request_id):
+                refusal = core.add(message)
+                if refusal is not None:
+                    self.send(ipc.Refused(request_id=request_id, code=refusal.code, message=refusal.message))
+            case ipc.AbortRequest(request_id=request_id, index=index):
+                core.abort(request_id, index)
+            case ipc.ResetPrefixCache():
+                self.send(ipc.PrefixCacheReset(num_blocks=core.reset_prefix_cache()))
+
+    def _check(self, core: EngineCore) -> None:
+        try:
+            core.check_integrity()
+        except AssertionError:
+            logger.exception("The scheduler's books do not add up while it is idle; blocks may have been lost.")
+
+
+class ThrottledProgress:
+    """Sends Loading messages, at most one every `INTERVAL_S`, and always the last of a phase."""
+
+    INTERVAL_S = 0.1
+
+    def __init__(self, send: Callable[[ipc.FromCore], None]) -> None:
+        self._send = send
+        self._sent_at = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._sent_at >= self.INTERVAL_S:
+            self._sent_at = now
+            self._send(ipc.Loading(phase=phase, done=done, total=total))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when the server dies, however it dies, even in the middle of a step."""
+    if sys.platform != "linux":
+        return  # the end of standard input tells the same, after the step
+    PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_NAME, b"headrace-core", 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call
+        raise SystemExit(1)
+
+
+def return_freed_memory() -> None:
+    """Give what loading has left over back to the system, and keep it out of the garbage collector's way."""
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def read_settings(pipe: int) -> EngineSettings:
+    """Four bytes of length, little-endian, and as many of msgpack; the pipe stays open behind them."""
+    (length,) = struct.unpack("<I", _read_exactly(pipe, 4))
+    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineSettings)
+
+
+def _read_exactly(pipe: int, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        piece = os.read(pipe, count - len(content))
+        if not piece:
+            raise SystemExit(1)  # the server is gone before it said anything
+        content += piece
+    return content
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m headrace.core", description=__doc__.splitlines()[0])
+    parser.add_argument("address", help="ZeroMQ address of the server's socket")
+    parser.add_argument("parent_pid", type=int, help="process id of the server")
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(asctime)s [core] %(message)s",
+        datefmt="%m-%d %H:%M:%S",
+    )  # fmt: skip
+    pipe = sys.stdin.fileno()
+    settings = read_settings(pipe)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.connect(arguments.address)
+    loop = CoreLoop(socket, pipe)
+    try:
+        try:
+            core = EngineCore(settings, ThrottledProgress(loop.send))
+        except ConfigError as error:
+            loop.send(ipc.Failed(message=str(error)))
+            return 1
+        except Exception as error:
+            logger.exception("The engine could not start.")
+            loop.send(ipc.Failed(message=f"The engine could not start: {type(error).__name__}: {error}"))
+            return 1
+        return_freed_memory()
+        loop.send(ipc.Ready(info=core.info))
+        loop.run(core)
+        return 0
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""The server process from the first line on the terminal to the last: load, serve, end.
+
+    port free? ─► core spawned ─► HTTP answers (503) while it loads ─► start-up block ─► serving ─► drain ─► gone
+
+SIGTERM lets running requests finish (at most `shutdown_timeout_s`); Ctrl-C ends everything within two seconds; a
+second signal ends it at once. The core never outlives this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+import uvloop
+
+from headrace.config.errors import ConfigError
+from headrace.config.settings import EngineSettings, ServerSettings
+from headrace.protocol.ipc import EngineInfo
+from headrace.server.engine_client import EngineClient, StartupError
+from headrace.server.metrics import EngineMetrics, ThroughputLog
+from headrace.server.progress import show_progress
+
+if TYPE_CHECKING:
+    from headrace.server.app import App
+
+logger = logging.getLogger("headrace.server")
+uvicorn_logger = logging.getLogger("uvicorn.error")
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+STATS_INTERVAL_S = 10.0
+
+LAST_BYTES_S = 1.0
+"""For answers to reach their clients once the engine has nothing left to say."""
+CORE_PATIENCE_S = 0.5
+"""For the core to leave by itself before it is killed."""
+
+
+class PortInUse(Exception):
+    """The address is taken; the message names the next free port."""
+
+
+def serve(
+    engine_settings: EngineSettings, server_settings: ServerSettings, *, banner: Callable[[EngineInfo], None]
+) -> int:
+    """Serve until a signal comes; the exit status. `banner` prints the start-up block once the model is ready.
+
+    Must run in the main thread. 0: ended as asked; 1: could not start, and standard error says why.
+    """
+    configure_logging(server_settings.uvicorn_log_level)
+    try:
+        listener = listen(server_settings.host, server_settings.port)
+    except PortInUse as error:
+        print(f"headrace: {error}", file=sys.stderr, flush=True)
+        return 1
+    with contextlib.closing(listener):
+        return uvloop.run(_serve(engine_settings, server_settings, listener, banner))
+
+
+def configure_logging(uvicorn_log_level: str) -> None:
+    """Lines on standard error; uvicorn's at a level of their own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [server] %(message)s", "%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("headrace").setLevel(logging.INFO)
+    level = "DEBUG" if uvicorn_log_level == "trace" else uvicorn_log_level.upper()
+    logging.getLogger("uvicorn").setLevel(level)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises PortInUse when somebody else listens there, or the address is not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise PortInUse(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except PermissionError as error:
+        listener.close()
+        raise PortInUse(f"Port {port} needs special rights. Use --port 8000.") from error
+    except OSError as error:
+        listener.close()
+        free = next_free_port(host, port)
+        if free is None:
+            raise PortInUse(f"Cannot listen on {host}:{port}: {error.strerror}. Use --host 127.0.0.1.") from error
+        raise PortInUse(f"Port {port} on {host} is in use. Use --port {free}, or end what listens there.") from error
+    listener.setblocking(False)
+    return listener
+
+
+def next_free_port(host: str, port: int) -> int | None:
+    """The first port after `port` that can be bound, None if none of the next hundred can."""
+    for candidate in range(port + 1, min(port + 100, 65536)):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((host, candidate))
+                return candidate
+    return None
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: in which order things end is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """Waits for SIGINT or SIGTERM; the second one ends the process and its core on the spot."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._came = asyncio.Event()
+        self.first: signal.Signals | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._note, number)
+
+    async def wait(self) -> None:
+        await self._came.wait()
+
+    def _note(self, number: signal.Signals) -> None:
+        if self.first is not None:
+            self._client.kill()
+            os._exit(128 + number)
+        self.first = number
+        self._came.set()
+
+
+async def _serve(
+    engine_settings: EngineSettings,
+    server_settings: ServerSettings,
+    listener: socket.socket,
+    banner: Callable[[EngineInfo], None],
+) -> int:
+    started = time.monotonic()
+    metrics = EngineMetrics(server_settings.served_model_names[0])
+    client = EngineClient(engine_settings, metrics)
+    signals = _Signals(client)
+    await client.start()
+    ended = asyncio.create_task(signals.wait())
+    http: _HttpServer | None = None
+    tasks: list[asyncio.Task[None]] = []
+    status = 0
+    try:
+        # The core loads meanwhile; the tokenizer takes its time too, so signals are served from here on.
+        app = await asyncio.to_thread(build_app, engine_settings, server_settings, client, metrics)
+        http = _HttpServer(_uvicorn_config(app, server_settings))
+        tasks.append(asyncio.create_task(http.serve(sockets=[listener])))
+        ready = asyncio.create_task(_until_ready(client))
+        await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            banner(ready.result())
+            _announce(server_settings, listener, time.monotonic() - started)
+            if server_settings.log_stats:
+                tasks.append(asyncio.create_task(_log_stats(metrics, client)))
+            await asyncio.wait({ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            ready.cancel()
+    except (ConfigError, StartupError) as error:
+        print(f"headrace: {error}", file=sys.stderr, flush=True)
+        status = 1
+    patient = signals.first == signal.SIGTERM and client.state == "ready"
+    await _end(client, http, tasks, server_settings.shutdown_timeout_s if patient else 0.0)
+    _leave_soon(status)
+    return status
+
+
+def build_app(
+    engine_settings: EngineSettings, server_settings: ServerSettings, client: EngineClient, metrics: EngineMetrics
+) -> App:
+    """Tokenizer, chat template and routes around the client. Raises ConfigError."""
+    # Imported here: the core process, which takes longest, is under way before any of this is read.
+    from headrace.config.model_files import open_model
+    from headrace.server.app import create_app
+    from headrace.text.chat_template import ChatTemplate
+    from headrace.text.tokenizer import Tokenizer
+
+    files = open_model(Path(engine_settings.model), engine_settings.hf_overrides)
+    override = Path(engine_settings.tokenizer) if engine_settings.tokenizer is not None else None
+    tokenizer = Tokenizer.load(files, override)
+    source = server_settings.chat_template or files.chat_template
+    template: ChatTemplate | None = None
+    if source is not None:
+        tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        try:
+            template = ChatTemplate(source, {name: token for name, token in tokens.items() if token is not None})
+        except ValueError as error:
+            if server_settings.chat_template is not None:
+                raise ConfigError(f"--chat-template: {error}.") from error
+            logger.warning("The model's own template is left out: %s. Give one with --chat-template.", error)
+    return create_app(
+        server_settings,
+        engine_settings,
+        client,
+        tokenizer,
+        template,
+        generation_config=files.generation_config,
+        metrics=metrics,
+    )
+
+
+def _uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=settings.host,
+        port=settings.port,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(LAST_BYTES_S)),
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+    )
+
+
+async def _until_ready(client: EngineClient) -> EngineInfo:
+    waiting = asyncio.create_task(client.wait_ready())
+    try:
+        await show_progress(client, waiting)
+        return await waiting
+    finally:
+        waiting.cancel()
+
+
+def _announce(settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
+    """The lines that people and scripts wait for: from here on requests are served."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.ssl_certfile else "http"
+    port = listener.getsockname()[1]
+    logger.info("Ready after %.1f s.", seconds)
+    uvicorn_logger.info("Application startup complete.")
+    uvicorn_logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, host or "0.0.0.0", port)
+
+
+async def _log_stats(metrics: EngineMetrics, client: EngineClient) -> None:
+    log = ThroughputLog(metrics)
+    while True:
+        line = log.line(time.monotonic(), client.last_stats)
+        if line is not None:
+            logger.info("%s", line)
+        await asyncio.sleep(STATS_INTERVAL_S)
+
+
+async def _end(
+    client: EngineClient, http: _HttpServer | None, tasks: list[asyncio.Task[None]], patience_s: float
+) -> None:
+    if patience_s and client.num_open_requests:
+        logger.info("Shutting down: %d requests may finish, for %g s.", client.num_open_requests, patience_s)
+    if patience_s and not await client.drain(patience_s):
+        logger.warning("%d requests were not done in %g s and end with an error.", client.num_open_requests, patience_s)
+    if http is not None:
+        http.should_exit = True
+    stopping = asyncio.create_task(client.stop(CORE_PATIENCE_S))
+    if http is not None and tasks:
+        await asyncio.wait({tasks[0]}, timeout=LAST_BYTES_S + 0.5)
+    await stopping
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _leave_soon(status: int) -> None:
+    """A thread that still tokenizes a huge text must not hold up the end of the process."""
+    alarm = threading.Timer(1.0, os._exit, (status,))
+    alarm.daemon = True
+    alarm.start()
