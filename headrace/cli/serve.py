@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -91,10 +92,14 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
 
 
 def _start(command: Command, launch: Launch) -> int:
+    import msgspec
+
     from headrace.cli.startup import access_lines, base_url, print_block, print_lines, up_lines
     from headrace.server.run import serve
 
     engine, server = launch.engine, launch.server
+    if server.port == 0:
+        server = msgspec.structs.replace(server, port=_free_port(server.host))
 
     def banner(info: EngineInfo) -> None:
         print_block(info, engine)
@@ -102,3 +107,10 @@ def _start(command: Command, launch: Launch) -> int:
         print_lines(up_lines(info, server, url) if command == "up" else access_lines(server, url))
 
     return serve(engine, server, banner=banner)
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now. Chosen before listening, because the examples on the screen must name it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -238,9 +238,8 @@ REAL_FLAGS: tuple[Flag, ...] = (
     Flag(
         "seed",
         "int",
-        "Seed of the random choices of requests that bring none of their own.",
+        "Seed of the random choices of requests that bring none of their own; left out, they differ at every start.",
         TEXT,
-        default=0,
         minimum=0,
         maximum=2**63 - 1,
     ),
@@ -256,7 +255,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
     Flag(
         "max-log-len",
         "int",
-        "Characters of a prompt that the request log shows; all when left out.",
+        "Characters of a request's parameters that the log shows; all when left out.",
         LOGGING,
         minimum=0,
     ),

@@ -126,7 +126,7 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         max_num_queued_reqs=cast(int, value("max-num-queued-reqs")),
         step_time_target_s=None if target_ms is None else target_ms / 1000,
         step_timeout_s=cast("float | None", value("step-timeout")),
-        seed=cast(int, value("seed")),
+        seed=cast("int | None", value("seed")),
         threads=cast("int | None", value("threads")),
         trace_steps=bool(value("trace-steps")),
     )

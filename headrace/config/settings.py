@@ -34,7 +34,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int = 1024
     step_time_target_s: float | None = None
     step_timeout_s: float | None = None
-    seed: int = 0
+    seed: int | None = None
+    """Where the seeds of requests that bring none are drawn from; None = from the system's entropy."""
     threads: int | None = None
     trace_steps: bool = False
 

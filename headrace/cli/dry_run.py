@@ -1,0 +1,90 @@
+"""What would start: the device is chosen and the memory planned as for a real start, and no weight is read."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from headrace.config.load import Launch
+    from headrace.config.model_files import ModelFiles
+    from headrace.kernels.ops import Kernels
+    from headrace.protocol.ipc import EngineInfo
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def predicted_info(launch: Launch) -> EngineInfo:
+    """What the core would say of itself once started. Raises ConfigError when it could not start."""
+    from headrace.core import DEFAULT_STEP_TIME_TARGET_S, STEP_TIME_TARGET_S
+    from headrace.planner.memory import plan_memory
+    from headrace.protocol.ipc import EngineInfo
+    from headrace.runtime.devices import choose_kernels, instruction_set
+    from headrace.runtime.runner import Runner
+
+    engine, files = launch.engine, launch.files
+    kernels = choose_kernels(engine, files.config)
+    available_bytes, taken_bytes = Runner(files, kernels).memory_bytes()
+    weight_bytes = predicted_weight_bytes(files, kernels)
+    plan = plan_memory(
+        files.config,
+        engine,
+        weight_bytes=weight_bytes,
+        available_bytes=available_bytes,
+        kv_bytes_per_value=kernels.kv_bytes_per_value,
+        overhead_bytes=taken_bytes,
+        device="cuda" if kernels.device == "cuda" else "cpu",
+    )
+    target_s = STEP_TIME_TARGET_S.get(kernels.name, DEFAULT_STEP_TIME_TARGET_S)
+    return EngineInfo(
+        model=engine.model,
+        family=files.config.family,
+        device=kernels.device,
+        dtype=kernels.dtype,
+        kernels=kernels.name,
+        instruction_set=instruction_set(kernels.device),
+        threads=kernels.threads,
+        weight_bytes=weight_bytes,
+        kv_cache_bytes=plan.kv_cache_bytes,
+        kv_cache_dtype=kernels.dtype,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        step_time_target_s=engine.step_time_target_s or target_s,
+        phase_seconds={},
+        notes=list(plan.notes),
+    )
+
+
+def predicted_weight_bytes(files: ModelFiles, kernels: Kernels) -> int:
+    """Memory of the weights once the reference kernels have them: dense matrices in the type they multiply in.
+
+    On a CPU the embedding stays as it is stored; one that is tied is needed as the output matrix too.
+    """
+    from headrace.kernels.reference.kernels import multiplies_natively
+
+    native = kernels.device != "cpu" or multiplies_natively(kernels.dtype)
+    width = kernels.kv_bytes_per_value if native else 4
+    total = 0
+    for name, tensor in files.tensors.items():
+        if name != EMBEDDING:
+            total += prod(tensor.shape) * (width if len(tensor.shape) == 2 else 4)
+            continue
+        total += tensor.num_bytes if kernels.device == "cpu" else prod(tensor.shape) * width
+        if files.config.tie_word_embeddings:
+            total += prod(tensor.shape) * width
+    return total
+
+
+def shown_settings(launch: Launch) -> tuple[dict[str, object], dict[str, object]]:
+    """The effective settings of engine and server, keys hidden and a template shortened to its length."""
+    engine: dict[str, object] = msgspec.to_builtins(launch.engine)
+    server: dict[str, object] = msgspec.to_builtins(launch.server)
+    server["api_keys"] = [f"{key[:3]}..." if len(key) > 12 else "..." for key in launch.server.api_keys]
+    if launch.server.chat_template is not None:
+        server["chat_template"] = f"({len(launch.server.chat_template)} characters)"
+    return engine, server
