@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.text.stop import StopChecker
@@ -43,11 +43,13 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
+@settings(deadline=None)
 @given(cut_texts(), stops, st.booleans())
 def test_any_cut_of_the_text_gives_the_same(pieces: list[str], stop: list[str], include: bool) -> None:
     assert run(pieces, stop, include) == first_match("".join(pieces), stop, include)
 
 
+@settings(deadline=None)
 @given(cut_texts(), stops)
 def test_exactly_the_longest_beginning_of_a_stop_string_is_held(pieces: list[str], stop: list[str]) -> None:
     checker = StopChecker(stop)
