@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import msgspec
@@ -33,8 +33,9 @@ from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
-from headrace.runtime.devices import choose_kernels
-from headrace.runtime.runner import Runner
+from headrace.runtime.devices import choose_kernels, instruction_set
+from headrace.runtime.memory import device_memory_bytes
+from headrace.runtime.runner import BrokenSequences, Runner
 
 logger = logging.getLogger("headrace.core")
 
@@ -62,12 +63,15 @@ class EngineCore:
             files = open_model(Path(settings.model), settings.hf_overrides)
         with phases.measure("device"):
             kernels = choose_kernels(settings, files.config)
-            self._runner = Runner(files, kernels)
-        memory_bytes, taken_bytes = self._runner.memory_bytes()
+        memory_bytes, taken_bytes = device_memory_bytes(kernels.device)
+        self._runner = Runner(files, kernels)
         with phases.measure("weights"):
             self._runner.load(lambda done, total: progress("Loading model weights", done, total))
         with phases.measure("KV cache"):
             plan = self._allocate(memory_bytes, taken_bytes)
+        step_time_target_s = settings.step_time_target_s or STEP_TIME_TARGET_S.get(
+            kernels.name, DEFAULT_STEP_TIME_TARGET_S
+        )
         self._scheduler = Scheduler(
             SchedulerSettings(
                 max_num_seqs=plan.max_num_seqs,
@@ -79,10 +83,29 @@ class EngineCore:
                 enable_chunked_prefill=settings.enable_chunked_prefill,
                 policy=settings.scheduling_policy,
                 max_num_queued_reqs=settings.max_num_queued_reqs,
-                step_time_target_s=self._step_time_target_s(kernels.name),
+                step_time_target_s=step_time_target_s,
             )
         )
-        self.info = self._describe(plan, phases)
+        self.info = ipc.EngineInfo(
+            model=settings.model,
+            family=files.config.family,
+            device=kernels.device,
+            dtype=kernels.dtype,
+            kernels=kernels.name,
+            instruction_set=instruction_set(kernels.device),
+            threads=kernels.threads,
+            weight_bytes=kernels.weight_bytes,
+            kv_cache_bytes=plan.kv_cache_bytes,
+            kv_cache_dtype=kernels.dtype,
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            step_time_target_s=step_time_target_s,
+            phase_seconds=phases.seconds,
+            notes=list(plan.notes),
+        )
 
     @property
     def has_work(self) -> bool:
@@ -107,50 +130,54 @@ class EngineCore:
     def step(self) -> ipc.StepOutput | None:
         """One step: schedule, execute, update. None if there was nothing to do.
 
-        A step that raises fails its own sequences (finish_reason "error") and nothing else.
+        A step that raises is done again in halves, until only what is at fault ends (finish_reason "error").
         """
         started = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             return None
-        try:
-            outputs = self._scheduler.update(plan, self._runner.execute(plan))
-        except Exception as error:
-            logger.exception("Step %d failed; its %d sequences end with an error.", plan.step, len(plan.steps))
-            outputs = self._scheduler.fail(plan, f"The engine failed on this step: {type(error).__name__}: {error}")
+        outputs = self._execute(plan)
         stats = self._scheduler.stats(time.perf_counter() - started)
         if self.settings.trace_steps:
             logger.info("%s", trace_line(plan, stats))
         return ipc.StepOutput(outputs=outputs, stats=stats)
 
+    def _execute(self, plan: Plan) -> list[ipc.SequenceOutput]:
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            guilty = frozenset(error.seq_ids) if isinstance(error, BrokenSequences) else frozenset()
+            if len(plan.steps) > 1 and len(guilty) < len(plan.steps):
+                logger.warning("Step %d failed (%s); it is done in parts.", plan.step, one_line(error))
+                return [output for part in parts(plan, guilty) for output in self._execute(part)]
+            logger.exception("Step %d failed and %d sequences with it.", plan.step, len(plan.steps))
+            return self._scheduler.fail(plan, f"The engine failed on this request: {one_line(error)}")
+        return self._scheduler.update(plan, result)
+
     def _allocate(self, memory_bytes: int, taken_bytes: int) -> MemoryPlan:
         """Plan the KV cache and allocate it; an allocation that fails is tried again smaller, and told."""
-        settings, notes = self.settings, []
+        settings, kernels = self.settings, self._runner.kernels
+        notes: list[str] = []
         while True:
             plan = plan_memory(
-                self._files.config,
+                self._runner.files.config,
                 settings,
-                weight_bytes=self._runner.weight_bytes,
+                weight_bytes=kernels.weight_bytes,
                 available_bytes=memory_bytes,
-                kv_bytes_per_value=self._runner.kv_bytes_per_value,
+                kv_bytes_per_value=kernels.kv_bytes_per_value,
                 overhead_bytes=taken_bytes,
-                device=self._runner.device,
+                device="cuda" if kernels.device == "cuda" else "cpu",
             )
             try:
                 self._runner.allocate_kv_cache(plan.num_blocks, plan.block_size)
             except (MemoryError, RuntimeError) as error:
                 smaller = int(SHRINK * plan.kv_cache_bytes)
                 note = f"The KV cache got {smaller >> 20} MiB: {plan.kv_cache_bytes >> 20} MiB could not be allocated."
-                logger.warning("%s (%s)", note, str(error).splitlines()[0] if str(error) else type(error).__name__)
+                logger.warning("%s (%s)", note, one_line(error))
                 notes = [note]
                 settings = msgspec.structs.replace(settings, kv_cache_memory_bytes=smaller)
             else:
                 return dataclasses.replace(plan, notes=(*notes, *plan.notes))
-
-    def _step_time_target_s(self, kernels_name: str) -> float:
-        if self.settings.step_time_target_s is not None:
-            return self.settings.step_time_target_s
-        return STEP_TIME_TARGET_S.get(kernels_name, DEFAULT_STEP_TIME_TARGET_S)
 
 
 class _Phases:
@@ -164,6 +191,37 @@ class _Phases:
         started = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
+    """A plan that failed as plans that do the same: its halves, or the sequences at fault apart from the rest.
+
+    What is dropped goes with the first; a new sequence and its copied block go with the step that uses them.
+    """
+    if guilty:
+        groups = [[s for s in plan.steps if (s.seq_id in guilty) is chosen] for chosen in (False, True)]
+    else:
+        middle = len(plan.steps) // 2
+        groups = [list(plan.steps[:middle]), list(plan.steps[middle:])]
+    divided = []
+    for place, steps in enumerate(group for group in groups if group):
+        ids = {step.seq_id for step in steps}
+        blocks = {block_id for step in steps for block_id in step.new_block_ids}
+        divided.append(
+            dataclasses.replace(
+                plan,
+                dropped=plan.dropped if place == 0 else (),
+                new=tuple(new for new in plan.new if new.seq_id in ids),
+                block_copies=tuple(pair for pair in plan.block_copies if pair[1] in blocks),
+                steps=tuple(steps),
+            )
+        )
+    return divided
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def trace_line(plan: Plan, stats: ipc.StepStats) -> str:
@@ -324,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         except Exception as error:
             logger.exception("The engine could not start.")
-            loop.send(ipc.Failed(message=f"The engine could not start: {type(error).__name__}: {error}"))
+            loop.send(ipc.Failed(message=f"The engine could not start: {one_line(error)}"))
             return 1
         return_freed_memory()
         loop.send(ipc.Ready(info=core.info))

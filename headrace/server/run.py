@@ -222,7 +222,7 @@ def build_app(
 
 def _uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         host=settings.host,
         port=settings.port,
         http="httptools",
