@@ -43,13 +43,19 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"{source}: hidden_act {activation!r} is not supported; the known one is 'silu'.")
+    layer_types = raw.get("layer_types")
+    other_layers = [t for t in layer_types if t != "full_attention"] if isinstance(layer_types, list) else []
     if raw.get("use_sliding_window"):
         raise ConfigError(
             f"{source}: use_sliding_window is true, and sliding-window attention is not supported yet. "
-            "--hf-overrides '{\"use_sliding_window\": false}' serves the model with full attention."
+            '--hf-overrides \'{"use_sliding_window": false, "layer_types": null}\' serves it with full attention.'
         )
-    partial = raw.get("partial_rotary_factor", 1.0)
-    if partial not in (None, 1, 1.0):
+    if other_layers:
+        raise ConfigError(f"{source}: layers of type {other_layers[0]!r} are not supported; only full_attention.")
+    rope_parameters = raw.get("rope_parameters")
+    nested = rope_parameters.get("partial_rotary_factor") if isinstance(rope_parameters, dict) else None
+    partial = raw.get("partial_rotary_factor") or nested or 1.0
+    if partial != 1.0:
         raise ConfigError(f"{source}: partial_rotary_factor {partial!r} is not supported; only whole heads (1.0).")
     rope_theta, rope_scaling = _rope(raw, fields, source)
     return ModelConfig(
@@ -140,7 +146,8 @@ def _rope(raw: Mapping[str, object], fields: _Fields, source: str) -> tuple[floa
             raise ConfigError(f"{source}: {key} is {part!r}, not an object.")
         scaling.update(part)
     theta = _Fields(scaling, source).number("rope_theta", fields.number("rope_theta", 10000.0))
-    scaling.pop("rope_theta", None)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        scaling.pop(name, None)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ConfigError(

@@ -4,7 +4,8 @@ A token is a string of bytes and may end inside a character. Bytes of an unfinis
 wait for the next token; what can never become a character is U+FFFD at once, exactly where decoding the whole
 would put it. Example, a smile in two tokens: add([F0 9F]) gives "", add([98 80]) gives "😀".
 
-Only generated tokens are ever added, so no text of the prompt can come out.
+Only generated tokens are ever added, so no text of the prompt can come out. They continue the prompt, so a first
+token "▁Hello" is " Hello", where Tokenizer.decode, which takes whole texts, leaves that space out.
 """
 
 from __future__ import annotations

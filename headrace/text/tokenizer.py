@@ -15,32 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader, read_gguf
 from headrace.config.gguf_model import end_token_ids
 from headrace.config.model_files import ModelFiles, read_json_object
+from headrace.text.gguf_vocabulary import backend_from_gguf
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_CONTROL, _USER_DEFINED = 3, 4
-
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-
-# The value of tokenizer.ggml.pre: which of the word splits below the vocabulary was trained with.
-_WORD_SPLITS = {
-    "gpt-2": "gpt2",
-    "smollm": "smollm",
-    "llama-bpe": "llama3",
-    "llama3": "llama3",
-    "llama-v3": "llama3",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-}
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -70,7 +52,7 @@ class _Source:
 class Tokenizer:
     """A model's tokenizer. Safe to use from several threads."""
 
-    def __init__(self, source: _Source, name: str) -> None:
+    def __init__(self, source: _Source, name: str, model_rows: int) -> None:
         backend = source.backend
         backend.no_truncation()
         backend.no_padding()
@@ -90,6 +72,13 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *source.eos_token_ids)))
         """Every id that ends an answer: the tokenizer's and the model's."""
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
+        base_size = backend.get_vocab_size(with_added_tokens=False)
+        if base_size > model_rows:
+            raise ConfigError(
+                f"{name}: the tokenizer has {base_size:,} tokens, the model only {model_rows:,}: they do not belong "
+                "together. Name the model's own tokenizer, or leave --tokenizer out."
+            )
+        self._model_rows = model_rows if self.vocab_size > model_rows else None
         start = backend.encode("", add_special_tokens=True).ids
         self._backend_adds_bos = self.bos_token_id is not None and start[:1] == [self.bos_token_id]
         wanted = self._backend_adds_bos if source.adds_bos is None else source.adds_bos
@@ -101,13 +90,13 @@ class Tokenizer:
 
         Raises ConfigError naming the file looked for, or a kind of tokenizer that is not known.
         """
-        model_eos = files.config.eos_token_ids
+        model_eos, rows = files.config.eos_token_ids, files.config.vocab_size
         if override is None and files.gguf is not None:
-            return cls(_from_gguf(files.path, files.gguf, model_eos), str(files.path))
+            return cls(_from_gguf(files.path, files.gguf, model_eos), str(files.path), rows)
         path = files.path if override is None else Path(override)
         if path.suffix == ".gguf":
-            return cls(_from_gguf(path, read_gguf(path), model_eos), str(path))
-        return cls(_from_json(path, model_eos), str(path))
+            return cls(_from_gguf(path, read_gguf(path), model_eos), str(path), rows)
+        return cls(_from_json(path, model_eos), str(path), rows)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids. Special tokens written out in the text ("<|im_end|>") become those tokens.
@@ -124,6 +113,8 @@ class Tokenizer:
             raise ValueError(
                 f"the text is not valid Unicode: a lone surrogate U+{ord(text[bad]):04X} at character {bad}"
             ) from None
+        if self._model_rows is not None and max(ids, default=0) >= self._model_rows:
+            raise ValueError(f"the text holds the token {max(ids)}, which the model has no embedding for")
         if add_special_tokens and self.adds_bos != self._backend_adds_bos:
             return [self.bos_token_id, *ids] if self.bos_token_id is not None and self.adds_bos else ids[1:]
         return ids
@@ -140,7 +131,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of whole sequences; bytes that are not UTF-8 become U+FFFD."""
-        special = self._special if skip_special_tokens else ()
+        special = self._special if skip_special_tokens else frozenset()
         pieces = [self.token_bytes(token_id) for token_id in ids if token_id not in special]
         raw = b"".join(pieces)
         if self._strips_first_space and raw.startswith(b" "):
@@ -230,65 +221,13 @@ def _from_json(path: Path, model_eos: tuple[int, ...]) -> _Source:
 
 
 def _from_gguf(path: Path, header: GGUFHeader, model_eos: tuple[int, ...]) -> _Source:
-    """Build a byte-level BPE tokenizer from the vocabulary and merges in a GGUF file's metadata."""
-    metadata = header.metadata
-    model, split_name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    advice = "Name a directory with the model's tokenizer.json: --tokenizer DIRECTORY."
-    if model != "gpt2":
-        raise ConfigError(f"{path}: the GGUF tokenizer {model!r} is not supported; known is 'gpt2'. {advice}")
-    if split_name not in _WORD_SPLITS:
-        raise ConfigError(
-            f"{path}: the GGUF pre-tokenizer {split_name!r} is not supported; known are {', '.join(_WORD_SPLITS)}. "
-            f"{advice}"
-        )
-    split = _WORD_SPLITS[str(split_name)]
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    types = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ConfigError(f"{path} has no tokenizer.ggml.tokens and .merges. {advice}")
-    vocab: dict[str, int] = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise ConfigError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary appear twice. {advice}")
-    try:
-        pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split == "llama3"))
-    except Exception as error:
-        raise ConfigError(f"{path}: the vocabulary and merges do not fit together: {error}. {advice}") from error
-    backend.pre_tokenizer = _pre_tokenizer(split)
-    if split == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    if isinstance(types, list) and len(types) == len(tokens):
-        backend.add_special_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t, kind in zip(tokens, types, strict=True)
-                if kind == _CONTROL
-            ]
-        )
-        backend.add_tokens(
-            [AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-        )
+    """The vocabulary in a GGUF file's metadata."""
+    backend, adds_bos = backend_from_gguf(path, header)
     special_tokens: dict[str, str] = {}
     for role, key in zip(_SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
-            special_tokens[role] = tokens[token_id]
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split == "llama3")
+        token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        token = backend.id_to_token(token_id) if isinstance(token_id, int) and 0 <= token_id < 1 << 31 else None
+        if token is not None:
+            special_tokens[role] = token
     eos = tuple(dict.fromkeys((*end_token_ids(header), *model_eos)))
-    return _Source(backend, special_tokens, bool(adds_bos), eos)
-
-
-def _pre_tokenizer(split: str) -> Any:
-    if split == "gpt2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    words = Regex(_LLAMA3_WORDS if split == "llama3" else _QWEN2_WORDS)
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return _Source(backend, special_tokens, adds_bos, eos)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import json.decoder
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader
 from headrace.config.model_files import ModelFiles, open_model
+from headrace.text.detokenizer import Detokenizer
 from headrace.text.tokenizer import Tokenizer
 from tests.small_models import bundled_gguf, write_byte_tokenizer
 
@@ -137,6 +140,13 @@ def test_sentencepiece_tokens_have_exact_bytes(files: ModelFiles, tmp_path: Path
     assert tokenizer.eos_token_ids == (2,)
 
 
+def test_a_stream_keeps_the_space_between_prompt_and_answer(files: ModelFiles, tmp_path: Path) -> None:
+    llama2_like(tmp_path)
+    tokenizer = Tokenizer.load(files, tmp_path)
+    assert Detokenizer(tokenizer).add([263]) == " hi"
+    assert tokenizer.decode([263]) == "hi"
+
+
 def test_bos_is_added_by_the_tokenizer_once_and_not_where_a_template_wrote_it(
     files: ModelFiles, tmp_path: Path
 ) -> None:
@@ -254,13 +264,63 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text(files: ModelF
     assert tokenizer.decode(ids) == "<think>1"
 
 
+def sentencepiece_oracle() -> tuple[tokenizers.Tokenizer, list[str]]:
+    """A trained BPE of SentencePiece's form, whose merges the vocabulary below no longer holds."""
+    text = inspect.getsource(json.decoder) + " naïve Größe 你好 世界 " * 40
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bytes_ = [f"<0x{b:02X}>" for b in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False
+    )
+    trained.train_from_iterator([line for line in text.splitlines() if line.strip()], trainer)
+    vocab = trained.get_vocab()
+    return trained, sorted(vocab, key=lambda piece: vocab[piece])
+
+
+def test_a_sentencepiece_vocabulary_gives_the_ids_of_the_merges_it_was_trained_with(files: ModelFiles) -> None:
+    trained, tokens = sentencepiece_oracle()
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [-float(i) for i in range(len(tokens))]
+    changes = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, "merges": None}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": None, "add_space_prefix": None}
+    tokenizer = Tokenizer.load(gguf_files(files, **changes, **ids))
+    texts = [line for line in inspect.getsource(json.decoder).splitlines() if line.strip()]
+    for text in [*texts, "naïve Größe", "你好 世界", "  two  spaces", "unseen: ж👩\u200d👧"]:
+        wanted = trained.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=True) == [1, *wanted], text
+        assert tokenizer.decode([1, *wanted, 2]) == text
+    assert tokenizer.encode_chat("<s>hi</s>") == [1, *tokenizer.encode("hi", add_special_tokens=False), 2]
+
+
+def test_a_tokenizer_of_another_model_is_refused(files: ModelFiles) -> None:
+    import msgspec
+
+    small = replace(files, config=msgspec.structs.replace(files.config, vocab_size=1000))
+    with pytest.raises(ConfigError, match="has 49,152 tokens, the model only 1,000"):
+        Tokenizer.load(small)
+
+
+def test_an_added_token_beyond_the_model_s_rows_is_refused_in_a_text_alone(files: ModelFiles, tmp_path: Path) -> None:
+    import msgspec
+
+    write_byte_tokenizer(tmp_path)
+    small = replace(files, config=msgspec.structs.replace(files.config, vocab_size=258, eos_token_ids=()))
+    tokenizer = Tokenizer.load(small, tmp_path)
+    assert len(tokenizer.encode("fine", add_special_tokens=True)) == 4
+    with pytest.raises(ValueError, match="token 258, which the model has no embedding for"):
+        tokenizer.encode("bad<|im_end|>", add_special_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "llama"}, "GGUF tokenizer 'llama' is not supported; known is 'gpt2'"),
+        ({"model": "t5"}, "GGUF tokenizer 't5' is not supported; known are gpt2, llama"),
+        ({"model": "llama"}, "has no score for each token"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported; known are gpt-2, smollm"),
         ({"pre": None}, "pre-tokenizer None"),
-        ({"merges": None}, "has no tokenizer.ggml.tokens and .merges"),
+        ({"merges": None}, r"has no tokenizer\.ggml\.merges"),
+        ({"tokens": None}, r"has no tokenizer\.ggml\.tokens"),
         ({"merges": ["no such"]}, "do not fit together"),
         ({"merges": ["nospace"]}, "do not fit together"),
         ({"tokens": ["a", "a"]}, "1 tokens of its vocabulary appear twice"),
