@@ -10,7 +10,7 @@ from headrace.engine.request import Sequence
 
 
 class Ranking:
-    """A sorted list of sequences. A sequence's `key` must be its own alone and must not change while it is in the list."""
+    """A sorted list of sequences. A `key` belongs to one sequence and must not change while that is in the list."""
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         self._key = key

@@ -56,7 +56,7 @@ class _Draft:
 
     room: int
     """Tokens left of the budget."""
-    load: StepLoad = StepLoad()
+    load: StepLoad = field(default_factory=StepLoad)
     num_decodes: int = 0
     num_prefills: int = 0
     preempted: bool = False
@@ -438,13 +438,16 @@ class Scheduler:
         for block_id in range(pool.num_blocks):
             assert pool.ref_count(block_id) == held[block_id], f"block {block_id}: count and block tables disagree"
         for seq in self._running:
-            assert seq.state is SequenceState.RUNNING and self._by_id[seq.seq_id] is seq
+            assert seq.state is SequenceState.RUNNING
+            assert self._by_id[seq.seq_id] is seq
             assert seq.num_computed_tokens <= seq.num_planned_tokens <= seq.num_tokens
             assert len(seq.block_table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
             for block_id in seq.block_table[seq.num_computed_tokens // size :]:
                 assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
         for seq in self._waiting:
-            assert seq.state is SequenceState.WAITING and not seq.block_table and not seq.num_planned_tokens
+            assert seq.state is SequenceState.WAITING
+            assert not seq.block_table
+            assert seq.num_planned_tokens == 0
         alive = [seq for request in self._requests.values() for seq in request.sequences.values()]
         assert len(alive) == len(self._running) + len(self._waiting), "a sequence is in no list, or in two"
         assert len(self._by_id) == len(self._running) <= self.settings.max_running
