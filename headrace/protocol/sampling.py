@@ -25,7 +25,7 @@ MAX_STOP_CHARS = 4096
 SEED_MASK = 2**63 - 1
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Usage so far in every chunk."""

@@ -28,7 +28,9 @@ class Documented(Protocol):
 def openapi_document(routes: Sequence[Documented], root_path: str) -> dict[str, object]:
     """An OpenAPI 3.1 document. Its schemas are the very types that requests are read with."""
     types = list(dict.fromkeys(type for route in routes for type in route.body))
-    references, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    references, schemas = msgspec.json.schema_components(
+        types, schema_hook=_any_value, ref_template="#/components/schemas/{name}"
+    )
     by_type = dict(zip(types, references, strict=True))
     paths: dict[str, dict[str, object]] = {}
     for route in routes:
@@ -58,6 +60,11 @@ def openapi_document(routes: Sequence[Documented], root_path: str) -> dict[str, 
         },
         "security": [{"key": []}],
     }
+
+
+def _any_value(type: type) -> dict[str, object]:
+    """The schema of `object`, the one type that msgspec has none for: anything."""
+    return {"description": "any JSON value"}
 
 
 def _json(schema: object) -> dict[str, object]:

@@ -15,6 +15,7 @@ from headrace.protocol import errors, sse
 from headrace.protocol.answers import Delta, Usage
 from headrace.protocol.errors import ApiError
 from headrace.protocol.sampling import SamplingFields, StreamOptions
+from headrace.server import http
 from headrace.server.generation import joined
 from headrace.server.http import ClientGone, Exchange
 
@@ -76,7 +77,11 @@ async def reply(
     work = asyncio.create_task(sending)
     watch = asyncio.create_task(exchange.disconnected())
     try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finished: set[asyncio.Task[None]] = set()
+        while not finished and not exchange.is_stalled:
+            finished, _ = await asyncio.wait(
+                {work, watch}, timeout=http.WRITE_STALL_S, return_when=asyncio.FIRST_COMPLETED
+            )
         if not work.done():
             raise ClientGone
         work.result()

@@ -55,7 +55,8 @@ class ModelNames:
     def __init__(self, served: tuple[str, ...], path: str) -> None:
         self.served = served
         last = PurePath(path).name
-        self._accepted = frozenset({*served, path, path.rstrip("/"), last, last.removesuffix(".gguf")}) - {""}
+        accepted = (*served, path, last, last.removesuffix(".gguf"))
+        self._accepted = frozenset(name.strip("/") for name in accepted) - {""}
 
     @property
     def primary(self) -> str:
@@ -64,7 +65,7 @@ class ModelNames:
 
     def check(self, name: str | None) -> None:
         """Absent and empty mean the default model. Raises ApiError (404) with the nearest name."""
-        if name and name not in self._accepted:
+        if name and name.strip("/") not in self._accepted:
             raise errors.model_not_found(name, self.served)
 
 
