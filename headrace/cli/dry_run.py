@@ -22,11 +22,11 @@ def predicted_info(launch: Launch) -> EngineInfo:
     from headrace.planner.memory import plan_memory
     from headrace.protocol.ipc import EngineInfo
     from headrace.runtime.devices import choose_kernels, instruction_set
-    from headrace.runtime.runner import Runner
+    from headrace.runtime.memory import device_memory_bytes
 
     engine, files = launch.engine, launch.files
     kernels = choose_kernels(engine, files.config)
-    available_bytes, taken_bytes = Runner(files, kernels).memory_bytes()
+    available_bytes, taken_bytes = device_memory_bytes(kernels.device)
     weight_bytes = predicted_weight_bytes(files, kernels)
     plan = plan_memory(
         files.config,

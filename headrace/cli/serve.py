@@ -82,7 +82,7 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
         answer = {"ok": True, "errors": [], "notices": list(launch.notices)}
         print(json.dumps({**answer, "startup": startup, "engine": engine, "server": server}, indent=2))
         return 0
-    print_lines([f"Note: {notice}" for notice in launch.notices] or ["Nothing to note."])
+    print_lines([f"Note: {notice}" for notice in launch.notices])
     print_block(info, launch.engine)
     print_lines(access_lines(launch.server, base_url(launch.server)))
     print_lines(["", "Effective settings:"])
