@@ -15,6 +15,7 @@ KNOWN_FAMILIES = ("llama", "qwen2")
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 ROPE_TYPES = ("default", "linear", "llama3")
+MAX_LAYERS = 4096
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -63,7 +64,7 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers", limit=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -191,15 +192,15 @@ class _Fields:
         self.raw = raw
         self.source = source
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0; an absent one takes the default."""
+    def size(self, name: str, default: int | None = None, limit: int = 1 << 40) -> int:
+        """A whole number above 0 and up to `limit`; an absent one takes the default."""
         value = self.raw.get(name)
         if value is None:
             if default is None:
                 raise ConfigError(f"{self.source}: {name} is missing.")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 40:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not a whole number above 0.")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+            raise ConfigError(f"{self.source}: {name} is {value!r}, not a whole number from 1 to {limit:,}.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

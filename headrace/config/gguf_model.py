@@ -154,15 +154,19 @@ def _llama3_scaling(path: Path, header: GGUFHeader, raw: dict[str, object]) -> d
     """Recover the parameters whose factors the file stores, and check that they give these factors."""
     tensor = header.tensors[_ROPE_FACTORS]
     theta, head_dim = raw.get("rope_theta") or 10000.0, raw.get("head_dim")
+    if not isinstance(theta, int | float) or not 1 < theta < 1e12:
+        raise ConfigError(f"{path}: rope.freq_base is {theta!r}, not a number above 1.")
     if tensor.type != "F32" or not isinstance(head_dim, int) or tensor.shape != (head_dim // 2,):
         raise ConfigError(f"{path}: {_ROPE_FACTORS} is {tensor.type} of shape {tensor.shape}, not F32 [head_dim / 2].")
     with path.open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
     largest = float(max(factors))
+    if not 0.9 < min(factors) <= largest < 1e6:
+        raise ConfigError(f"{path}: {_ROPE_FACTORS} holds {min(factors):g} to {largest:g}, which are no factors.")
     low, high, length = _LLAMA3.values()
     for index, stored in enumerate(factors):
-        wavelength = 2 * math.pi * float(str(theta)) ** (2 * index / head_dim)
+        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
         smooth = min(1.0, max(0.0, (length / wavelength - low) / (high - low)))
         expected = 1 / ((1 - smooth) / largest + smooth)
         if not math.isclose(stored, expected, rel_tol=1e-3):

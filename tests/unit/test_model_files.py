@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,7 @@ def test_a_quantised_checkpoint_names_its_method(directory: Callable[..., Path])
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, not a whole number from 1 to 4,096"),
         ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "type 'yarn' is not supported; known are default, lin"),
@@ -424,3 +426,22 @@ def test_a_gguf_file_that_cannot_work_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         open_model(write_gguf(tmp_path / "m.gguf", **options))
+
+
+def test_random_damage_gives_a_description_or_a_config_error_never_anything_else(tmp_path: Path) -> None:
+    factors = np.ones(8)
+    raw = write_gguf(tmp_path / "m.gguf", "llama", rope_factors=factors, kind=gguf.GGMLQuantizationType.Q4_0)
+    whole = raw.read_bytes()
+    rng = random.Random(11)
+    damaged = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(400):
+        copy = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            copy[rng.randrange(2000)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        damaged.write_bytes(copy)
+        try:
+            open_model(damaged)
+        except ConfigError:
+            refused += 1
+    assert refused > 60
