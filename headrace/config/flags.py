@@ -10,12 +10,13 @@ import difflib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 from typing import Literal
 
 Kind = Literal["text", "switch", "int", "float", "tokens", "tokens or auto", "bytes", "json", "list"]
 State = Literal["real", "mapped", "refused"]
 
+_LARGEST = 2**63 - 1
 _SUFFIXES = {
     "k": 10**3,
     "m": 10**6,
@@ -147,9 +148,10 @@ def _parse_switch(text: str) -> object:
 
 def _parse_int(text: str) -> object:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError("not a whole number") from None
+    return _within_64_bits(value)
 
 
 def _parse_float(text: str) -> object:
@@ -174,11 +176,22 @@ def _parse_count(text: str) -> object:
         body, factor = body[:-1], _SUFFIXES[body[-1]]
     try:
         value = Decimal(body) * factor
+    except Overflow:
+        raise ValueError("larger than any machine holds") from None
     except InvalidOperation:
         raise ValueError("not a size; write 8192, 8k (8,000) or 8K (8,192)") from None
-    if not value.is_finite() or value != int(value):
+    if not value.is_finite() or abs(value) > _LARGEST:
+        raise ValueError("larger than any machine holds")
+    if value != int(value):
         raise ValueError("not a whole number")
     return int(value)
+
+
+def _within_64_bits(value: int) -> int:
+    """Settings travel between processes in 64 bits."""
+    if abs(value) > _LARGEST:
+        raise ValueError("larger than any machine holds")
+    return value
 
 
 def _parse_count_or_auto(text: str) -> object:
@@ -201,7 +214,7 @@ def _parse_list(text: str) -> object:
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a valid JSON list ({error})") from None
     if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
         raise ValueError("must be a JSON list of strings, such as '[\"*\"]'")
