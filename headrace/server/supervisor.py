@@ -3,7 +3,7 @@
 `CoreProcess` spawns `python -m headrace.core` (never forks: threads and torch do not survive that), gives it the
 settings on its standard input, and exchanges messages over a ZeroMQ socket in a private directory. The pipe to its
 standard input stays open for as long as the server lives, so its end tells the core that it is alone. Every life
-has its own socket: nothing of a dead core can reach the next one.
+has its own socket, so nothing of a dead core can reach the next one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CoreProcess:
         self._process = process
         self._context = context
         self._socket = socket
-        self._directory = directory
+        self._directory: Path | None = directory
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -147,7 +147,8 @@ class CoreProcess:
         self._context.term()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def _readable(self) -> bool:
@@ -159,6 +160,10 @@ class CoreProcess:
                 payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if self._directory is not None:
+                # Both ends are connected: nothing needs the address any more, whatever becomes of this process.
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
             self._on_message(ipc.from_core_decoder.decode(payload))
 
 
