@@ -225,6 +225,12 @@ async def test_reading_choices_because_the_messages_are_longer_than_the_context(
     assert "Shorten the messages by" in str(error["message"])
 
 
+async def test_a_very_long_prompt_is_counted_beside_the_loop_and_refused_with_its_length() -> None:
+    error = error_of(await ask(messages=[{"role": "user", "content": "word " * 5000}]))
+    assert error["code"] == "context_length_exceeded"
+    assert " 50" in str(error["message"])
+
+
 async def test_a_request_that_the_engine_can_never_run_is_refused_with_its_words() -> None:
     engine = ScriptedEngine(refusal=errors.refused("kv_cache_too_small", "It needs 40 blocks, and there are 30."))
     for stream in (False, True):

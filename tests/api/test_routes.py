@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
@@ -39,6 +40,20 @@ async def test_small_routes_answer() -> None:
         models = (await client.get("/v1/models")).json()
         assert models["data"][0]["id"] == MODEL
         assert models["data"][0]["max_model_len"] == 512
+
+
+async def test_log_requests_writes_a_line_before_and_after(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for wanted in (True, False):
+        caplog.clear()
+        async with asgi_client(make_app(ScriptedEngine(), server_settings(log_requests=wanted))) as client:
+            await client.post("/v1/completions", json={"prompt": "secret", "request_id": "r-7"})
+        lines = [record.getMessage() for record in caplog.records if "r-7" in record.getMessage()]
+        assert len(lines) == (2 if wanted else 0)
+        if wanted:
+            assert "1 prompt tokens" in lines[0]
+            assert "processed: POST /v1/completions, status 200" in lines[1]
+        assert "secret" not in caplog.text
 
 
 async def test_metrics_count_requests_by_route_and_status() -> None:
