@@ -33,8 +33,6 @@ class Request:
     message: AddRequest
     rank: tuple[int, float, int]
     """(priority, arrival, order of arrival here): lower is served earlier and preempted later."""
-    enqueued_at_tokens: int
-    """Reading of the scheduler's count of prefill tokens when the request came; see `Scheduler`."""
     domain: bytes
     max_new_tokens: int
     """The most tokens one sequence may generate: `max_tokens`, or less where the context ends."""
@@ -75,6 +73,8 @@ class Sequence:
     """Leading entries of the block table that plans have told the runtime."""
     block_keys: list[BlockKey] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_passed_tokens: int = 0
+    """Prefill tokens that went to later comers while this one had more to compute."""
     num_preemptions: int = 0
     queue_s: float | None = None
 

@@ -10,12 +10,12 @@ is filled in this order:
 2. Prefill, from what is left of the token budget: running sequences with more to compute and waiting ones.
    While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing.
 
-Among prefills the rule is *shortest first, and nobody is overtaken by more than its own length*. The scheduler
-counts the prefill tokens it has handed out; a sequence that came when the count stood at t and has r tokens
-left is tagged t + r, and within a priority the smallest tag is served first. A short prompt passes a long one,
-but each token given to others brings the long one nearer: a 30,000-token prompt can be passed by 30,000 tokens
-of later prompts, not by one more. Equal lengths are served first come, first served. When the smallest tag
-cannot be started for want of blocks, nothing else is: a large request is not starved by small ones that fit.
+Among prefills the rule is *shortest first, but nobody is passed by more than its own length*. Each sequence
+counts the prefill tokens given, before it was done, to others that came later; once these are as many as it
+has tokens itself, it is overdue and goes first (of several, the one that came first). So a short prompt need
+not wait for a long one, and a long one takes at most twice as long as it would have. Equal lengths are served
+first come, first served. When the one whose turn it is cannot be started for want of blocks, no other is: a
+large request is not starved by small ones that would fit.
 
 A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted.
 
@@ -38,14 +38,14 @@ from headrace.engine.block_hash import domain_digest
 from headrace.engine.kv_cache import KVCache, Prefix
 from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
 from headrace.engine.ranking import Ranking
-from headrace.engine.request import Request, Sequence, SequenceState
+from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 from headrace.protocol.ipc import AddRequest, FinishReason, SequenceOutput, StepStats
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
 QUEUE_WINDOW = 16
-"""Waiting sequences, from the head of the queue, that compete for the prefill share by tag."""
+"""Waiting sequences, from the head of the queue, that compete for the prefill share."""
 MIN_CHUNK_TOKENS = TILE_ROWS // 2
 """While decodes alone exceed the step-time target, prefill gets at least this and what fills the tile."""
 
@@ -83,7 +83,6 @@ class Scheduler:
         self._seq_ids = count()
         self._arrivals = count()
         self._next_step = 0
-        self._prefill_tokens_total = 0
         self._num_queued = 0
         """Requests of which no sequence has been started."""
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
@@ -123,7 +122,6 @@ class Scheduler:
         request = Request(
             message=message,
             rank=(message.priority, message.arrival_s, order) if by_priority else (0, 0.0, order),
-            enqueued_at_tokens=self._prefill_tokens_total,
             domain=domain_digest([] if message.cache_salt is None else ["cache_salt", message.cache_salt]),
             max_new_tokens=min(message.params.max_tokens, settings.max_model_len - len(message.token_ids)),
             held=list(range(1, message.params.n)),
@@ -230,7 +228,7 @@ class Scheduler:
             candidates = prefilling + (self._admissible() if admitting else [])
             if not candidates:
                 break
-            seq = min(candidates, key=lambda seq: (seq.rank[0], _tag(seq)))
+            seq = min(candidates, key=_turn)
             if seq.state is SequenceState.RUNNING:
                 num_tokens = self._chunk(draft, seq.remaining_tokens, seq.num_planned_tokens)
                 if num_tokens == 0:
@@ -251,7 +249,9 @@ class Scheduler:
                     admitting = False
             self._give(draft, seq, num_tokens)
             draft.num_prefills += 1
-            self._prefill_tokens_total += num_tokens
+            for other in candidates:
+                if other.rank < seq.rank:
+                    other.num_passed_tokens += num_tokens
 
     def _admissible(self) -> list[Sequence]:
         """Waiting sequences that may be started next: a preempted one alone, else the first few of one priority."""
@@ -261,12 +261,13 @@ class Scheduler:
         return [seq for seq in window if seq.rank[0] == window[0].rank[0]]
 
     def _prefix(self, seq: Sequence) -> Prefix:
-        """What need not be computed: a fork's prompt if a sibling has it, else what the prefix cache holds."""
-        if seq.num_generated_tokens == 0:
-            for sibling in seq.request.sequences.values():
-                if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
-                    return self.kv_cache.forked_prefix(sibling)
-        return self.kv_cache.cached_prefix(seq)
+        """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
+        cached = self.kv_cache.cached_prefix(seq)
+        for sibling in seq.request.sequences.values():
+            if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
+                forked = self.kv_cache.forked_prefix(sibling)
+                return forked if forked.num_tokens > cached.num_tokens else cached
+        return cached
 
     def _chunk(self, draft: _Draft, remaining: int, context: int) -> int:
         """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""
@@ -456,5 +457,7 @@ class Scheduler:
         assert not self._dropped.keys() & self._by_id.keys()
 
 
-def _tag(seq: Sequence) -> int:
-    return seq.request.enqueued_at_tokens + seq.num_tokens - seq.num_planned_tokens
+def _turn(seq: Sequence) -> tuple[int, bool, int, Rank]:
+    """Sorts prefills, the next to serve first: by priority, overdue before others, then the shortest."""
+    overdue = seq.num_passed_tokens >= seq.num_tokens
+    return seq.rank[0], not overdue, 0 if overdue else seq.remaining_tokens, seq.rank

@@ -12,7 +12,7 @@ NOTHING = Prefix(0, ())
 
 def sequence(token_ids: list[int], salt: str = "") -> Sequence:
     message = AddRequest(request_id="r", token_ids=token_ids, params=SamplingParams(max_tokens=8), arrival_s=0.0)
-    request = Request(message, (0, 0.0, 0), 0, domain_digest([salt]), 8)
+    request = Request(message, (0, 0.0, 0), domain_digest([salt]), 8)
     return Sequence(0, request, 0, list(token_ids))
 
 

@@ -99,7 +99,7 @@ def play(config: SchedulerSettings, trace: list[Arrival], depth: int) -> tuple[E
     return engine, aborted
 
 
-@settings(traces, max_examples=250)
+@settings(traces, max_examples=200)
 @given(scheduler_settings(), st.lists(arrivals, min_size=1, max_size=10), st.sampled_from([1, 1, 2, 3]))
 def test_whatever_happens_everyone_gets_the_tokens_it_would_get_alone(
     config: SchedulerSettings, trace: list[Arrival], depth: int
@@ -120,7 +120,7 @@ def test_whatever_happens_everyone_gets_the_tokens_it_would_get_alone(
                 assert last.stop_token_id == (expected[-1] if stopped else None)
 
 
-@settings(traces, max_examples=120)
+@settings(traces, max_examples=60)
 @given(scheduler_settings(), st.lists(arrivals, min_size=1, max_size=10))
 def test_no_step_exceeds_its_budgets(config: SchedulerSettings, trace: list[Arrival]) -> None:
     engine, _ = play(config, trace, depth=1)
