@@ -23,7 +23,9 @@ class DecoderBlock:
     mlp_norm: RMSNorm
     mlp: GatedMLP
 
-    def forward(self, kernels: Kernels, x: Buffer, residual: Buffer | None, batch: BatchHandle) -> tuple[Buffer, Buffer]:
+    def forward(
+        self, kernels: Kernels, x: Buffer, residual: Buffer | None, batch: BatchHandle
+    ) -> tuple[Buffer, Buffer]:
         if residual is None:
             normed, residual = self.attention_norm.forward(kernels, x), x
         else:

@@ -1,0 +1,55 @@
+"""From a plan's steps to the flat batch that kernels take.
+
+Two sequences, blocks of 4 tokens: A computes positions 2..4 of its tokens, B computes position 6 and samples.
+
+    token_ids     a2 a3 a4 b6        query_start  0 3 4
+    positions      2  3  4  6        seq_lens     5 7
+    slot_mapping  of block_table[position // 4] and position % 4;  sample_rows  3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.plan import SequenceStep
+from headrace.kernels.ops import Batch
+from headrace.runtime.table import SequenceTable
+
+
+def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[SequenceStep], block_size: int) -> Batch:
+    """`rows[i]` is the table's row of `steps[i]`, whose new blocks are in the table already.
+
+    Raises ValueError for a step beyond the sequence's tokens or blocks: the plan and the table disagree.
+    """
+    starts = np.array([step.start for step in steps], np.int64)
+    counts = np.array([step.num_tokens for step in steps], np.int64)
+    seq_lens = starts + counts
+    for known, what in ((table.num_tokens[rows], "tokens"), (table.num_blocks[rows] * block_size, "tokens of blocks")):
+        beyond = np.flatnonzero((seq_lens > known) | (counts < 1) | (starts < 0))
+        if len(beyond):
+            step = steps[beyond[0]]
+            raise ValueError(
+                f"sequence {step.seq_id} is to compute {step.num_tokens} tokens from {step.start}, "
+                f"but has {known[beyond[0]]} {what}"
+            )
+    query_start = np.concatenate([[0], np.cumsum(counts)])
+    row_of_token = np.repeat(rows, counts)
+    positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+    slots = table.blocks[row_of_token, positions // block_size] * block_size + positions % block_size
+    num_blocks = -(-int(seq_lens.max()) // block_size)
+    block_tables = table.blocks[rows, :num_blocks]
+    # A reused row has its last owner's blocks beyond its own.
+    block_tables[np.arange(num_blocks)[None, :] >= table.num_blocks[rows][:, None]] = 0
+    samples = np.array([step.samples for step in steps], bool)
+    return Batch(
+        token_ids=table.tokens[row_of_token, positions],
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        query_start=query_start.astype(np.int32),
+        seq_lens=seq_lens.astype(np.int32),
+        block_tables=block_tables,
+        sample_rows=(query_start[1:][samples] - 1).astype(np.int32),
+    )

@@ -1,0 +1,144 @@
+"""Chooses the device, the compute dtype and the kernels, and knows what this machine's CPU can do.
+
+dtype auto is the checkpoint's own where the device multiplies it natively; a CPU that does not computes in
+float32, which is exact and there also faster.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from headrace.config.errors import ConfigError
+from headrace.config.model import ModelConfig
+from headrace.config.settings import EngineSettings
+from headrace.kernels.ops import Kernels
+
+CPUINFO = Path("/proc/cpuinfo")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROCESS_CGROUP = Path("/proc/self/cgroup")
+
+
+def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
+    """The kernels for these settings. Raises ConfigError when the device or torch is not there."""
+    try:
+        import torch
+
+        from headrace.kernels.reference import ReferenceKernels
+        from headrace.kernels.reference.kernels import multiplies_natively
+    except ImportError as error:
+        raise ConfigError(
+            f"the reference kernels need torch, which cannot be imported ({error}): "
+            "pip install 'headrace[engine,torch]'."
+        ) from error
+    cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not cuda:
+        reason = "this torch is built for CPUs only" if torch.version.cuda is None else "no NVIDIA GPU is visible"
+        raise ConfigError(f"--device cuda cannot work: {reason}. --device cpu (or auto) runs on the CPU.")
+    if settings.device == "cuda" or (settings.device == "auto" and cuda):
+        dtype = config.dtype if settings.dtype == "auto" else settings.dtype
+        if dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+            if settings.dtype != "auto":
+                raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
+            dtype = "float16"
+        return ReferenceKernels("cuda", dtype, settings.threads or available_threads())
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = config.dtype if multiplies_natively(config.dtype) else "float32"
+    return ReferenceKernels("cpu", dtype, settings.threads or available_threads())
+
+
+def available_threads() -> int:
+    """CPUs this process may use at once: its affinity, or less where the cgroup has a quota. At least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def cpu_quota() -> float | None:
+    """CPUs worth of time that the tightest cgroup around this process grants; None without a limit."""
+    try:
+        memberships = PROCESS_CGROUP.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = CGROUP_ROOT
+        elif "cpu" in controllers.split(","):
+            base = CGROUP_ROOT / "cpu"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for place in (group, *group.parents):
+            quotas.append(_quota_of(place))
+            if place == base:
+                break
+    found = [quota for quota in quotas if quota is not None]
+    return min(found, default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """CPUs granted by one cgroup directory, of version 2 (cpu.max) or 1 (cpu.cfs_*)."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        if quota in ("max", "-1"):
+            return None
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def instruction_set(device: str) -> str:
+    """One line on what the kernels can use: "AVX-512 BF16 VNNI", "AVX2", a GPU's name, ..."""
+    if device != "cpu":
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+    return describe_flags(cpu_flags())
+
+
+def cpu_flags() -> frozenset[str]:
+    """The CPU's feature flags as Linux names them; empty where it does not say."""
+    try:
+        text = CPUINFO.read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def describe_flags(flags: frozenset[str]) -> str:
+    """The widest vector set first, then the extensions for low precision."""
+    if "avx512f" in flags:
+        base = "AVX-512"
+    elif "avx2" in flags:
+        base = "AVX2"
+    elif "sve" in flags:
+        base = "SVE"
+    elif "asimd" in flags:
+        base = "NEON"
+    else:
+        return platform.machine() or "unknown"
+    extensions = (
+        ("avx512_bf16", "BF16"),
+        ("avx512_fp16", "FP16"),
+        ("avx512_vnni", "VNNI"),
+        ("avx_vnni", "VNNI"),
+        ("amx_tile", "AMX"),
+        ("bf16", "BF16"),
+        ("asimddp", "DOTPROD"),
+        ("i8mm", "I8MM"),
+    )
+    found = [name for flag, name in extensions if flag in flags]
+    return " ".join(dict.fromkeys([base, *found]))

@@ -1,0 +1,131 @@
+"""Executes plans on one device: keeps the table of sequences, builds the batch, runs the model, samples.
+
+A step that raises leaves the table as it was before it (the plan's dropped sequences stay dropped), so the
+same work can be planned again, in smaller parts or without the guilty sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.config.model_files import ModelFiles
+from headrace.engine.plan import Plan, Sampled, SequenceStep, StepResult
+from headrace.kernels.ops import InvalidLogits, Kernels, KVCacheLayout, SampledRows
+from headrace.models import Model, build_model
+from headrace.runtime.batch import build_batch
+from headrace.runtime.sampling import SequenceSampling, sampling_rows, token_logprobs
+from headrace.runtime.table import SequenceTable
+from headrace.weights.checkpoint import Checkpoint, Progress
+
+
+class BrokenSequences(Exception):
+    """A step gave these sequences, and not necessarily the others, values that are not numbers."""
+
+    def __init__(self, seq_ids: Sequence[int]) -> None:
+        named = ", ".join(map(str, seq_ids))
+        super().__init__(f"the model gave logits that are not numbers for sequence {named}")
+        self.seq_ids = tuple(seq_ids)
+
+
+class Runner:
+    """First `load`, then `allocate_kv_cache`, then `execute` as often as wanted."""
+
+    def __init__(self, files: ModelFiles, kernels: Kernels) -> None:
+        self.files = files
+        self.kernels = kernels
+        self._model: Model | None = None
+        self._block_size = 0
+        self._table = SequenceTable()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the table: those planned and not dropped."""
+        return len(self._table)
+
+    def load(self, progress: Progress = lambda done, total: None, max_positions: int | None = None) -> None:
+        """Read the weights. `max_positions` (default: the model's limit) is the longest sequence there will be."""
+        config = self.files.config
+        checkpoint = Checkpoint(self.files)
+        try:
+            limit = config.max_position_embeddings if max_positions is None else max_positions
+            self._model = build_model(config, checkpoint, self.kernels, limit, progress)
+        finally:
+            checkpoint.close()
+        _return_freed_memory()
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Make room for `num_blocks` blocks, forgetting what an earlier cache held."""
+        config = self.files.config
+        layout = KVCacheLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.kernels.allocate_kv_cache(layout)
+        self._block_size = block_size
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Do one step. Raises BrokenSequences, or whatever the device raised."""
+        started_s = time.perf_counter()
+        table = self._table
+        for seq_id in plan.dropped:
+            table.drop(seq_id)
+        for sequence in plan.new:
+            table.add(sequence)
+        known = [step.seq_id for step in plan.steps if step.seq_id in table]
+        rows_before = np.array([table.row(seq_id) for seq_id in known], np.int64)
+        blocks_before = table.num_blocks[rows_before]
+        try:
+            self.kernels.copy_blocks(plan.block_copies)
+            sampled = self._compute(plan.steps) if plan.steps else ()
+        except BaseException:
+            table.num_blocks[rows_before] = blocks_before
+            for sequence in plan.new:
+                table.drop(sequence.seq_id)
+            raise
+        return StepResult(plan.step, time.perf_counter() - started_s, sampled)
+
+    def _compute(self, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
+        if self._model is None or not self._block_size:
+            raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
+        table = self._table
+        rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
+        for row, step in zip(rows.tolist(), steps, strict=True):
+            if step.new_block_ids:
+                table.append_blocks(row, step.new_block_ids)
+        batch = build_batch(table, rows, steps, self._block_size)
+        logits = self._model.forward(self.kernels, self.kernels.load_batch(batch))
+        sampling = [i for i, step in enumerate(steps) if step.samples]
+        if not sampling:
+            return ()
+        seq_ids = [steps[i].seq_id for i in sampling]
+        return self._sample(logits, seq_ids, rows[sampling])
+
+    def _sample(self, logits: object, seq_ids: Sequence[int], rows: NDArray[np.int64]) -> tuple[Sampled, ...]:
+        table = self._table
+        states: list[SequenceSampling] = [state for row in rows.tolist() if (state := table.sampling[row]) is not None]
+        tokens = [table.tokens[row, : table.num_tokens[row]] for row in rows.tolist()]
+        wanted = sampling_rows(states, tokens, self.files.config.vocab_size)
+        try:
+            chosen = self.kernels.sample(logits, wanted)
+        except InvalidLogits as error:
+            raise BrokenSequences([seq_ids[row] for row in error.rows]) from error
+        result = tuple(_sampled(chosen, i, seq_ids[i], state) for i, state in enumerate(states))
+        table.append_tokens(rows, chosen.token_ids)
+        return result
+
+
+def _sampled(chosen: SampledRows, row: int, seq_id: int, state: SequenceSampling) -> Sampled:
+    token_ids = (int(chosen.token_ids[row]),)
+    count = state.params.logprobs
+    if count is None:
+        return Sampled(seq_id, token_ids)
+    return Sampled(seq_id, token_ids, (token_logprobs(chosen, row, count),))
+
+
+def _return_freed_memory() -> None:
+    """Loading frees as much as it keeps, in pieces small enough for the C library to hold on to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

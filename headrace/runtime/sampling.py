@@ -1,0 +1,143 @@
+"""From sequences' sampling parameters to the rows that the sampler takes; nothing is built that no row needs.
+
+Random numbers have no state. The uniform that chooses the token at `position` of sequence `index` of a
+request is a hash of (seed, index, position), so it is the same alone or in a batch, before or after a
+preemption. With mix = the finaliser of splitmix64 and G = its increment, all modulo 2^64:
+
+    stream = mix(mix(seed + G) + G * (index + 1))
+    uniform = top 24 bits of mix(stream + G * (position + 1)), divided by 2^24
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.plan import NewSequence
+from headrace.kernels.ops import Float32, SampledRows, SamplingRows, TokenLists
+from headrace.protocol.ipc import SamplingParams, TokenLogprobs
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSampling:
+    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    stream: int
+    plain: bool
+
+    @classmethod
+    def of(cls, sequence: NewSequence) -> SequenceSampling:
+        params = sequence.params
+        plain = (
+            params.temperature == 0
+            and params.repetition_penalty == 1
+            and params.frequency_penalty == 0
+            and params.presence_penalty == 0
+            and not params.logit_bias
+            and params.min_tokens == 0
+            and params.logprobs is None
+        )
+        return cls(params, sequence.num_prompt_tokens, random_stream(params.seed, sequence.index), plain)
+
+
+def random_stream(seed: int, index: int) -> int:
+    """The 64-bit stream of one sequence; any integer is a seed."""
+    return _mix((_mix((seed + _GOLDEN) & _WORD) + _GOLDEN * (index + 1)) & _WORD)
+
+
+def _mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def uniforms(streams: Sequence[int], positions: Iterable[int]) -> Float32:
+    """Float32 in [0, 1), one for each (stream, position)."""
+    words = (_mix((s + _GOLDEN * (p + 1)) & _WORD) >> 40 for s, p in zip(streams, positions, strict=True))
+    return np.fromiter(words, np.float32, len(streams)) * np.float32(2.0**-24)
+
+
+def sampling_rows(
+    states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+) -> SamplingRows:
+    """`tokens[i]` are all tokens of the sequence of `states[i]` so far."""
+    if all(state.plain for state in states):
+        nothing = np.zeros(len(states), np.float32)
+        return SamplingRows(temperature=nothing, uniforms=nothing)
+    params = [state.params for state in states]
+    temperature = np.array([p.temperature for p in params], np.float32)
+    random = temperature.any()
+    draws = uniforms([s.stream for s in states], [len(t) for t in tokens]) if random else np.zeros_like(temperature)
+    seen = [t if p.repetition_penalty != 1 else t[:0] for t, p in zip(tokens, params, strict=True)]
+    generated = [
+        t[s.num_prompt_tokens :] if s.params.frequency_penalty or s.params.presence_penalty else t[:0]
+        for t, s in zip(tokens, states, strict=True)
+    ]
+    forbidden = [
+        [i for i in s.params.stop_token_ids if 0 <= i < vocab_size]
+        if len(t) - s.num_prompt_tokens < s.params.min_tokens
+        else []
+        for t, s in zip(tokens, states, strict=True)
+    ]
+    return SamplingRows(
+        temperature=temperature,
+        uniforms=draws,
+        top_k=_unless_all([p.top_k for p in params], 0, np.int32),
+        top_p=_unless_all([p.top_p for p in params], 1.0, np.float32),
+        min_p=_unless_all([p.min_p for p in params], 0.0, np.float32),
+        repetition_penalty=_unless_all([p.repetition_penalty for p in params], 1.0, np.float32),
+        frequency_penalty=_unless_all([p.frequency_penalty for p in params], 0.0, np.float32),
+        presence_penalty=_unless_all([p.presence_penalty for p in params], 0.0, np.float32),
+        seen=_counted(seen),
+        generated=_counted(generated),
+        logit_bias=_weighted([p.logit_bias or {} for p in params]),
+        forbidden=_counted(forbidden),
+        num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+    )
+
+
+def token_logprobs(sampled: SampledRows, row: int, count: int) -> TokenLogprobs:
+    """The report of one row, with `count` alternatives."""
+    assert sampled.logprobs is not None
+    assert sampled.ranks is not None
+    assert sampled.top_token_ids is not None
+    assert sampled.top_logprobs is not None
+    return TokenLogprobs(
+        token_id=int(sampled.token_ids[row]),
+        logprob=float(sampled.logprobs[row]),
+        rank=int(sampled.ranks[row]),
+        top_token_ids=sampled.top_token_ids[row, :count].tolist(),
+        top_logprobs=sampled.top_logprobs[row, :count].tolist(),
+    )
+
+
+def _unless_all(values: Sequence[float], neutral: float, dtype: type) -> NDArray | None:
+    return None if all(value == neutral for value in values) else np.array(values, dtype)
+
+
+def _counted(lists: Sequence[NDArray[np.int32] | Sequence[int]]) -> TokenLists | None:
+    """Each row's distinct tokens with how often they occur; None when every row is empty."""
+    if not any(len(tokens) for tokens in lists):
+        return None
+    pairs = [np.unique(np.asarray(tokens, np.int32), return_counts=True) for tokens in lists]
+    return _token_lists([token for token, _ in pairs], [count for _, count in pairs])
+
+
+def _weighted(biases: Sequence[dict[int, float]]) -> TokenLists | None:
+    if not any(biases):
+        return None
+    tokens = [np.array(list(bias), np.int32) for bias in biases]
+    return _token_lists(tokens, [np.array(list(bias.values()), np.float32) for bias in biases])
+
+
+def _token_lists(tokens: Sequence[NDArray], numbers: Sequence[NDArray]) -> TokenLists:
+    starts = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int32)
+    return TokenLists(starts, np.concatenate(tokens), np.concatenate(numbers).astype(np.float32))

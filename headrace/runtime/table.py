@@ -1,0 +1,101 @@
+"""The runtime's memory of sequences: one row each, kept between steps, so that a step only says what is new.
+
+A row holds the tokens, the block table and the sampling parameters. Arrays grow by doubling, in rows and in
+columns, and a dropped sequence's row is given to the next new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.plan import NewSequence
+from headrace.runtime.sampling import SequenceSampling
+
+FIRST_ROWS = 16
+FIRST_TOKENS = 256
+FIRST_BLOCKS = 16
+
+
+class SequenceTable:
+    """`tokens` [rows, columns] int32 and `num_tokens` [rows]; `blocks` [rows, columns] int32 and `num_blocks`."""
+
+    def __init__(self) -> None:
+        self.tokens: NDArray[np.int32] = np.zeros((FIRST_ROWS, FIRST_TOKENS), np.int32)
+        self.num_tokens: NDArray[np.int64] = np.zeros(FIRST_ROWS, np.int64)
+        self.blocks: NDArray[np.int32] = np.zeros((FIRST_ROWS, FIRST_BLOCKS), np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(FIRST_ROWS, np.int64)
+        self.sampling: list[SequenceSampling | None] = [None] * FIRST_ROWS
+        self._rows: dict[int, int] = {}
+        self._free = list(range(FIRST_ROWS - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._rows
+
+    def row(self, seq_id: int) -> int:
+        """KeyError for a sequence that was never added or was dropped."""
+        try:
+            return self._rows[seq_id]
+        except KeyError:
+            raise KeyError(f"sequence {seq_id} is not in the runtime's table of {len(self)}") from None
+
+    def add(self, sequence: NewSequence) -> None:
+        """Give the sequence a row. One that is there already starts afresh."""
+        self.drop(sequence.seq_id)
+        if not self._free:
+            self._grow_rows()
+        row = self._free.pop()
+        self._rows[sequence.seq_id] = row
+        count = len(sequence.token_ids)
+        self._reserve_tokens(count + 1)
+        self.tokens[row, :count] = sequence.token_ids
+        self.num_tokens[row] = count
+        self.num_blocks[row] = 0
+        self.sampling[row] = SequenceSampling.of(sequence)
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence; one that is not there (its first step failed) is no error."""
+        row = self._rows.pop(seq_id, None)
+        if row is not None:
+            self.sampling[row] = None
+            self._free.append(row)
+
+    def append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = int(self.num_blocks[row])
+        stop = start + len(block_ids)
+        self.blocks = _widened(self.blocks, stop)
+        self.blocks[row, start:stop] = block_ids
+        self.num_blocks[row] = stop
+
+    def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """One token to each row."""
+        places = self.num_tokens[rows]
+        self._reserve_tokens(int(places.max()) + 1)
+        self.tokens[rows, places] = token_ids
+        self.num_tokens[rows] += 1
+
+    def _reserve_tokens(self, columns: int) -> None:
+        self.tokens = _widened(self.tokens, columns)
+
+    def _grow_rows(self) -> None:
+        rows = len(self.sampling)
+        self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
+        self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+        self.num_tokens = np.concatenate([self.num_tokens, np.zeros_like(self.num_tokens)])
+        self.num_blocks = np.concatenate([self.num_blocks, np.zeros_like(self.num_blocks)])
+        self.sampling.extend([None] * rows)
+        self._free = list(range(2 * rows - 1, rows - 1, -1))
+
+
+def _widened(array: NDArray[np.int32], columns: int) -> NDArray[np.int32]:
+    """The array itself, or a copy with at least twice its columns where it is too narrow."""
+    if columns <= array.shape[1]:
+        return array
+    wide = np.zeros((array.shape[0], max(columns, 2 * array.shape[1])), array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide
