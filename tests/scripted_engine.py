@@ -157,11 +157,12 @@ def make_app(
     template: str | None = "the model's",
     generation_config: dict[str, object] | None = None,
     policy: str = "fcfs",
+    seed: int | None = None,
 ) -> App:
     source = model_files().chat_template if template == "the model's" else template
     return create_app(
         settings or server_settings(),
-        EngineSettings(model=MODEL_PATH, scheduling_policy=policy),  # type: ignore[arg-type]
+        EngineSettings(model=MODEL_PATH, scheduling_policy=policy, seed=seed),  # type: ignore[arg-type]
         engine,
         tokenizer(),
         None if source is None else ChatTemplate(source, tokenizer().special_tokens),

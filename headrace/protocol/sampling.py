@@ -7,7 +7,6 @@ become the engine's `SamplingParams`, each value checked against its range.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -151,6 +150,7 @@ def sampling_params(
     prompt_tokens: int,
     where: str,
     max_tokens: int | None,
+    fresh_seed: Callable[[], int],
     max_tokens_field: str = "max_tokens",
     fallback_max_tokens: int | None = None,
     logprobs: int | None = None,
@@ -158,7 +158,8 @@ def sampling_params(
     """The engine's parameters. Raises ApiError (400) with the value and what is allowed.
 
     `where` ("messages" or "prompt") names the input in errors. `max_tokens` None takes the default: the smaller of
-    what fits, `fallback_max_tokens` and the generation config's `max_new_tokens`.
+    what fits, `fallback_max_tokens` and the generation config's `max_new_tokens`. `fresh_seed` gives the seed of a
+    request that names none.
     """
 
     def number(name: str, neutral: float, allowed: Callable[[float], bool], words: str) -> float:
@@ -218,7 +219,7 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias, limits.vocab_size),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_token_ids))),
         min_tokens=min_tokens,
-        seed=secrets.randbits(63) if fields.seed is None else fields.seed & SEED_MASK,
+        seed=fresh_seed() if fields.seed is None else fields.seed & SEED_MASK,
         logprobs=logprobs,
     )
 

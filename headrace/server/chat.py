@@ -42,6 +42,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
         prompt_tokens=len(token_ids),
         where="messages",
         max_tokens=max_tokens,
+        fresh_seed=serving.fresh_seed,
         max_tokens_field=max_tokens_field,
         logprobs=logprobs,
     )

@@ -36,6 +36,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
             prompt_tokens=len(token_ids),
             where="prompt",
             max_tokens=sampling.max_tokens,
+            fresh_seed=serving.fresh_seed,
             fallback_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=logprobs,
         )

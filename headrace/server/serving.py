@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -91,6 +92,8 @@ class Serving:
         self.num_generating = 0
         """Requests for text that are being answered now."""
         self._policy = engine_settings.scheduling_policy
+        # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
+        self._seeds = random.SystemRandom() if engine_settings.seed is None else random.Random(engine_settings.seed)
 
     def not_ready(self) -> ApiError | None:
         """Why the server takes no request for text now; None when it does."""
@@ -113,6 +116,10 @@ class Serving:
         if refusal is not None or self.client.info is None:
             raise refusal or errors.unavailable("engine_loading", "The model is still loading.")
         return self.client.info
+
+    def fresh_seed(self) -> int:
+        """The seed of a request that names none, 63 bits."""
+        return self._seeds.getrandbits(63)
 
     def limits(self) -> ModelLimits:
         return ModelLimits(self.ready_info().max_model_len, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)

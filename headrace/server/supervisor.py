@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ import zmq
 
 from headrace.config.settings import EngineSettings
 from headrace.protocol import ipc
+
+logger = logging.getLogger("headrace.server")
 
 CORE_ENVIRONMENT = {
     # OpenMP threads that wait must sleep, not spin: the server needs the same processors between two steps.
@@ -164,7 +167,11 @@ class CoreProcess:
                 # Both ends are connected: nothing needs the address any more, whatever becomes of this process.
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
-            self._on_message(ipc.from_core_decoder.decode(payload))
+            try:
+                self._on_message(ipc.from_core_decoder.decode(payload))
+            except Exception:
+                # One message that cannot be used must not cost the ones behind it.
+                logger.exception("A message of %d bytes from the engine could not be used.", len(payload))
 
 
 def describe_exit(status: int) -> str:

@@ -13,7 +13,7 @@ NOTHING = Prefix(0, ())
 def sequence(token_ids: list[int], salt: str = "") -> Sequence:
     message = AddRequest(request_id="r", token_ids=token_ids, params=SamplingParams(max_tokens=8), arrival_s=0.0)
     request = Request(message, (0, 0.0, 0), domain_digest([salt]), 8)
-    return Sequence(0, request, 0, list(token_ids))
+    return Sequence(0, request, 0, list(token_ids), len(token_ids))
 
 
 def compute(cache: KVCache, seq: Sequence, upto: int) -> None:

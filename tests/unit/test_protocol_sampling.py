@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from headrace.protocol.errors import ApiError
@@ -16,13 +18,20 @@ from headrace.protocol.sampling import (
 )
 from headrace.protocol.unbuilt_fields import UNBUILT, unknown_fields
 
+SEEDS = itertools.count(4711)
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000, eos_token_ids=(2,))
 
 
 def params(defaults: dict[str, float] | None = None, *, prompt_tokens: int = 10, **fields: object) -> SamplingParams:
     sent = SamplingFields(**fields)  # type: ignore[arg-type]
     return sampling_params(
-        sent, defaults or {}, LIMITS, prompt_tokens=prompt_tokens, where="messages", max_tokens=sent.max_tokens
+        sent,
+        defaults or {},
+        LIMITS,
+        prompt_tokens=prompt_tokens,
+        where="messages",
+        max_tokens=sent.max_tokens,
+        fresh_seed=SEEDS.__next__,
     )
 
 
