@@ -80,10 +80,11 @@ class KVCache:
     def grow(self, seq: Sequence) -> bool:
         """Make room for every known token; False if the pool is out of blocks."""
         count = self.num_blocks_for(seq.num_tokens) - len(seq.block_table)
+        if count <= 0:
+            return True
         if count > self.pool.num_free:
             return False
-        if count > 0:
-            seq.block_table += self.pool.allocate(count)
+        seq.block_table += self.pool.allocate(count)
         return True
 
     def publish(self, seq: Sequence) -> None:

@@ -63,6 +63,7 @@ class Sequence:
     request: Request
     index: int
     token_ids: list[int]
+    num_prompt_tokens: int
     state: SequenceState = SequenceState.WAITING
     num_planned_tokens: int = 0
     num_computed_tokens: int = 0
@@ -83,23 +84,20 @@ class Sequence:
         return (*self.request.rank, self.index)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.request.num_prompt_tokens
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens still to be given to steps. The last token a sequence may generate is never computed."""
-        if self.num_tokens >= self.request.num_prompt_tokens + self.request.max_new_tokens:
+        num_tokens = self.num_tokens
+        if num_tokens >= self.num_prompt_tokens + self.request.max_new_tokens:
             return 0
-        return self.num_tokens - self.num_planned_tokens
+        return num_tokens - self.num_planned_tokens
 
     def forget_progress(self) -> None:
         """Back to nothing computed; the tokens generated so far stay."""

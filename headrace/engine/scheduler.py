@@ -47,7 +47,7 @@ __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 QUEUE_WINDOW = 16
 """Waiting sequences, from the head of the queue, that compete for the prefill share."""
 MIN_CHUNK_TOKENS = TILE_ROWS // 2
-"""While decodes alone exceed the step-time target, prefill gets at least this and what fills the tile."""
+"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,8 @@ class Scheduler:
                 self._end(seq)
 
     def _enqueue(self, request: Request, index: int) -> None:
-        seq = Sequence(next(self._seq_ids), request, index, list(request.message.token_ids))
+        token_ids = list(request.message.token_ids)
+        seq = Sequence(next(self._seq_ids), request, index, token_ids, len(token_ids))
         request.sequences[index] = seq
         self._waiting.add(seq)
 
@@ -279,17 +280,30 @@ class Scheduler:
             wanted = min(remaining, settings.max_num_batched_tokens)
             if wanted > draft.room:
                 return 0
-        if draft.num_decodes == 0 or wanted <= -draft.load.rows % TILE_ROWS:
-            return wanted  # nobody to delay, or rows of a tile that is computed anyway
-        first = draft.num_prefills == 0
-        in_time = self.step_time.largest_chunk(draft.load, context, wanted, settings.step_time_target_s)
-        if in_time == wanted or not settings.enable_chunked_prefill:
-            return wanted if in_time == wanted or first else 0
-        whole_tiles = max(in_time - (draft.load.rows + in_time) % TILE_ROWS, 0)
+        if draft.num_decodes == 0:
+            return wanted
+        load, first = draft.load, draft.num_prefills == 0
+        in_time = self.step_time.largest_chunk(load, context, wanted, settings.step_time_target_s)
+        if in_time == wanted:
+            return wanted
+        if not settings.enable_chunked_prefill:
+            return wanted if first else 0
+        whole_tiles = max(in_time - (load.rows + in_time) % TILE_ROWS, 0)
         if first:
-            at_least = MIN_CHUNK_TOKENS + -(draft.load.rows + MIN_CHUNK_TOKENS) % TILE_ROWS
-            return min(max(whole_tiles, at_least), wanted)
-        return whole_tiles
+            least = MIN_CHUNK_TOKENS + -(load.rows + MIN_CHUNK_TOKENS) % TILE_ROWS
+            tolerable = max(self._tolerable_chunk(load, context, least), MIN_CHUNK_TOKENS // 2)
+            return min(max(whole_tiles, tolerable), wanted)
+        fills_tile = wanted <= -load.rows % TILE_ROWS and self._tolerable_chunk(load, context, wanted) == wanted
+        return wanted if fills_tile else whole_tiles
+
+    def _tolerable_chunk(self, load: StepLoad, context: int, limit: int) -> int:
+        """As many tokens up to `limit` as keep the step within twice the target, or half again what its rows cost:
+        fewer after a long context, whose attention is dearer than the rows."""
+        rows_s = self.step_time.predict_s(StepLoad(load.rows + limit, load.pairs))
+        if rows_s is None:
+            return limit
+        most_s = max(2 * self.settings.step_time_target_s, 1.5 * rows_s)
+        return self.step_time.largest_chunk(load, context, limit, most_s, untried=True)
 
     def _start(self, draft: _Draft, seq: Sequence, prefix: Prefix) -> None:
         """From waiting to running; `seq` has its blocks."""

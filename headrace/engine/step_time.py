@@ -97,14 +97,15 @@ class StepTimeModel:
         fit = self.coefficients
         return None if fit is None else fit[0] + fit[1] * load.padded_rows + fit[2] * load.pairs
 
-    def fits(self, load: StepLoad, target_s: float) -> bool:
-        """Is a step of this load expected to stay within the target? Far beyond what was seen: no."""
-        if load.padded_rows > 2 * self._most_rows or load.pairs > 4 * self._most_pairs:
+    def fits(self, load: StepLoad, target_s: float, untried: bool = False) -> bool:
+        """Is a step of this load expected to stay within the target? Without `untried`, a load far beyond what was
+        seen is not: more than twice the rows or four times the pairs (twice the chunk) of any step so far."""
+        if not untried and (load.padded_rows > 2 * self._most_rows or load.pairs > 4 * self._most_pairs):
             return False
         predicted = self.predict_s(load)
         return predicted is not None and predicted <= target_s
 
-    def largest_chunk(self, load: StepLoad, context: int, limit: int, target_s: float) -> int:
+    def largest_chunk(self, load: StepLoad, context: int, limit: int, target_s: float, untried: bool = False) -> int:
         """The most tokens, up to `limit`, that one sequence with `context` tokens done can add to `load` in time.
 
         Costs rise with the chunk, so the border is found by halving.
@@ -112,7 +113,7 @@ class StepTimeModel:
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fits(load.plus(middle, context), target_s):
+            if self.fits(load.plus(middle, context), target_s, untried):
                 low = middle
             else:
                 high = middle - 1
