@@ -36,10 +36,11 @@ class StepLoad(NamedTuple):
 
     @staticmethod
     def of(steps: Iterable[SequenceStep]) -> StepLoad:
-        load = StepLoad()
+        rows = pairs = 0
         for step in steps:
-            load = load.plus(step.num_tokens, step.start)
-        return load
+            rows += step.num_tokens
+            pairs += step.num_tokens * step.start + step.num_tokens * (step.num_tokens + 1) // 2
+        return StepLoad(rows, pairs)
 
     @property
     def padded_rows(self) -> int:
