@@ -25,8 +25,8 @@ CPU_KV_CACHE_BYTES = 4 * GIB
 """The KV cache on a CPU unless asked otherwise: memory that other programs also want is not taken wholesale."""
 
 BLOCK_SIZE = {"cpu": 32, "cuda": 16}
-MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Tokens a step may compute. On a CPU 512 already reach full speed, and more only make the step longer."""
+MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Tokens a step may compute. On a CPU 128 already reach full speed, and more only make others wait longer."""
 
 HIGHEST_UTILIZATION = 0.98
 """Never advise more: the driver and short-lived buffers need the rest."""

@@ -203,6 +203,16 @@ async def test_a_start_that_cannot_work_says_what_to_change(model):
     await broken.stop()
 
 
+async def test_without_torch_the_start_says_what_to_install(model, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    client = EngineClient(settings(model))
+    await client.start()
+    with pytest.raises(StartupError, match="pip install"):
+        await client.wait_ready()
+    await client.stop()
+
+
 async def test_draining_lets_the_running_finish_and_takes_no_more(model):
     client = EngineClient(settings(model))
     await client.start()

@@ -118,9 +118,18 @@ def test_it_says_503_until_the_log_says_complete_and_drains_on_sigterm(model, tm
     assert "Traceback" not in server.log()
 
 
-def test_ctrl_c_ends_everything_within_two_seconds_in_the_middle_of_a_stream(model, tmp_path):
+def test_a_killed_core_breaks_streams_visibly_and_comes_back_and_ctrl_c_ends_it_all(model, tmp_path):
     server = Running(model, tmp_path / "log")
     server.wait_until(200)
+    lines = server.stream(max_tokens=1900)
+    (core,) = server.process.children()
+    core.kill()
+    assert server.wait_until(503)["error"]["code"] == "engine_restarting"
+    server.reader.join(5)
+    assert any(b'"engine_restarting"' in line for line in lines) and b"data: [DONE]\n" not in lines
+    server.wait_until(200)
+    assert server.process.children() != [core]
+
     lines = server.stream(max_tokens=1900)
     assert server.end(signal.SIGINT, within_s=2.0) == 0
     server.reader.join(5)
