@@ -213,10 +213,8 @@ async def test_without_torch_the_start_says_what_to_install(model, tmp_path, mon
     await client.stop()
 
 
-async def test_draining_lets_the_running_finish_and_takes_no_more(model):
-    client = EngineClient(settings(model))
-    await client.start()
-    await client.wait_ready()
+async def test_draining_lets_the_running_finish_and_takes_no_more(client):
+    """The last test of this file: the client takes no requests after it."""
     running = asyncio.create_task(outputs(client, "last", max_tokens=100))
     while client.num_open_requests == 0:
         await asyncio.sleep(0.01)
@@ -226,4 +224,3 @@ async def test_draining_lets_the_running_finish_and_takes_no_more(model):
     assert (error.value.status, error.value.code) == (503, "draining")
     assert await client.drain(10)
     assert (await running)[-1].finish_reason is not None
-    await client.stop()
