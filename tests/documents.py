@@ -44,7 +44,8 @@ def blocks() -> list[Block]:
 
 
 def runnable(mark: str) -> list[Block]:
-    return [block for block in blocks() if block.mark == mark]
+    """Blocks with this mark; of those that say exactly the same (in two languages) the first."""
+    return list({block.text: block for block in reversed(blocks()) if block.mark == mark}.values())[::-1]
 
 
 def relative_links() -> list[tuple[Path, str]]:
