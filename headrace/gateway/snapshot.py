@@ -20,6 +20,11 @@ Period = Literal["day", "week", "month", "total"]
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
+
+def _empty() -> Mapping[str, Any]:
+    return EMPTY
+
+
 VERSIONED_PATH = re.compile(r"(/v\d[^/]*|/openai)$")
 """A base URL whose path ends like this is complete: paths are appended without another /v1."""
 
@@ -125,7 +130,7 @@ class Model:
     context_window: int | None = None
     """Tokens of prompt and answer; None = unknown, nothing is compared with it."""
     price: Price = Price()
-    presets: Mapping[str, Any] = EMPTY
+    presets: Mapping[str, Any] = field(default_factory=_empty)
     """Request fields filled in where the request leaves them out."""
     aliases: tuple[str, ...] = ()
 
@@ -173,7 +178,7 @@ class Plan:
 
     name: str
     display_name: str | None = None
-    presets: Mapping[str, Any] = EMPTY
+    presets: Mapping[str, Any] = field(default_factory=_empty)
     models: tuple[str, ...] = ()
     """Globs of the models it opens; () = all."""
     limits: Limits = Limits()
@@ -209,7 +214,6 @@ class Listen:
     allowed_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     """How long running requests are waited for at the end."""
-    upstream_retries: bool = True
     admin: Admin = Admin()
 
 
@@ -228,9 +232,9 @@ class Snapshot:
 
     generation: int = 1
     path: str | None = None
-    upstreams: Mapping[str, Upstream] = EMPTY
-    models: Mapping[str, Model] = EMPTY
-    aliases: Mapping[str, str] = EMPTY
+    upstreams: Mapping[str, Upstream] = field(default_factory=_empty)
+    models: Mapping[str, Model] = field(default_factory=_empty)
+    aliases: Mapping[str, str] = field(default_factory=_empty)
     """alias -> model name."""
     default_model: str | None = None
     """Taken when a request names no model."""
@@ -238,14 +242,20 @@ class Snapshot:
     """Takes names that no model has, where it serves them."""
     fallback: tuple[str, ...] = ()
     """Upstreams tried when a model's own targets fail, in this order."""
-    fallback_models: Mapping[str, str] = EMPTY
+    fallback_models: Mapping[str, str] = field(default_factory=_empty)
     """upstream -> its model for a fallback that does not have the requested one; absent = its first model."""
     rules: tuple[Rule, ...] = ()
-    presets: Mapping[str, Any] = EMPTY
+    presets: Mapping[str, Any] = field(default_factory=_empty)
     """settings.json: defaults of every request."""
-    plans: Mapping[str, Plan] = EMPTY
+    plans: Mapping[str, Plan] = field(default_factory=_empty)
     listen: Listen = Listen()
     engines: tuple[EngineSpec, ...] = ()
     warnings: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     """Every file it was read from, ${file:} secrets included; what a reload watches."""
+
+
+def _slashed(path: str) -> str:
+    """The path with one slash before it and none after it; the empty path stays empty."""
+    stripped = path.strip("/")
+    return "/" + stripped if stripped else ""
