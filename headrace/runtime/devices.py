@@ -22,6 +22,9 @@ PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
     """The kernels for these settings. Raises ConfigError when the device or torch is not there."""
+    # Read once, when torch's thread library is loaded. Waiting workers that spin take the core that the server
+    # process needs, and on a busy machine every step waits for them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         import torch
 
