@@ -31,7 +31,7 @@ def client_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scenario(client_folder: Path, server: Server) -> Scenario:
     def play(name: str) -> dict[str, Any]:
         command = ["node", SCRIPT.name, server.base_url, MODEL_NAME, name]
@@ -42,8 +42,13 @@ def scenario(client_folder: Path, server: Server) -> Scenario:
     return play
 
 
-def test_an_answer_has_text_role_finish_reason_and_usage(scenario: Scenario) -> None:
-    whole = scenario("whole")
+@pytest.fixture(scope="module")
+def whole(scenario: Scenario) -> dict[str, Any]:
+    """The answer to the question that most scenarios ask, not streamed."""
+    return scenario("whole")
+
+
+def test_an_answer_has_text_role_finish_reason_and_usage(whole: dict[str, Any]) -> None:
     assert whole["object"] == "chat.completion"
     assert whole["role"] == "assistant"
     assert whole["finish"] in ("stop", "length")
@@ -53,8 +58,8 @@ def test_an_answer_has_text_role_finish_reason_and_usage(scenario: Scenario) -> 
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(scenario: Scenario) -> None:
-    whole, streamed = scenario("whole"), scenario("streamed")
+def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(scenario: Scenario, whole: dict[str, Any]) -> None:
+    streamed = scenario("streamed")
     assert streamed["text"] == whole["text"]
     assert streamed["roles"] == ["assistant"]
     assert streamed["finishes"] == [whole["finish"]]
@@ -62,9 +67,9 @@ def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(scenario: Scenario)
     assert streamed["deltas"] >= 10
 
 
-def test_the_clients_own_accumulator_accepts_every_chunk(scenario: Scenario) -> None:
+def test_the_clients_own_accumulator_accepts_every_chunk(scenario: Scenario, whole: dict[str, Any]) -> None:
     helper = scenario("helper")
-    assert helper["text"] == helper["joined"] == scenario("whole")["text"]
+    assert helper["text"] == helper["joined"] == whole["text"]
 
 
 def test_completions_are_the_same_streamed_and_whole(scenario: Scenario) -> None:
@@ -77,10 +82,10 @@ def test_the_model_list_names_the_served_model(scenario: Scenario) -> None:
     assert scenario("models") == {"ids": [MODEL_NAME], "one": MODEL_NAME}
 
 
-def test_a_client_that_leaves_a_stream_is_served_again(scenario: Scenario) -> None:
+def test_a_client_that_leaves_a_stream_is_served_again(scenario: Scenario, whole: dict[str, Any]) -> None:
     leaving = scenario("leaving")
     assert leaving["chunks"] == 5
-    assert leaving["text"] == scenario("whole")["text"]
+    assert leaving["text"] == whole["text"]
 
 
 @pytest.mark.parametrize(
