@@ -31,9 +31,12 @@ def sequence(seq_id: int, tokens: range | tuple[int, ...], **params: object) -> 
 
 
 def plan(
-    *steps: SequenceStep, new: tuple[NewSequence, ...] = (), dropped: tuple[int, ...] = (), **rest: object
+    *steps: SequenceStep,
+    new: tuple[NewSequence, ...] = (),
+    dropped: tuple[int, ...] = (),
+    copies: tuple[tuple[int, int], ...] = (),
 ) -> Plan:
-    return Plan(step=1, dropped=dropped, new=new, block_copies=rest.pop("copies", ()), steps=steps)  # type: ignore[arg-type]
+    return Plan(step=1, dropped=dropped, new=new, block_copies=copies, steps=steps)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,171 @@
+"""Random models of every family against transformers in float32, and the same bits for every way of batching."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from headrace.config.model_files import open_model  # noqa: E402
+from headrace.kernels.ops import Batch, KVCacheLayout  # noqa: E402
+from headrace.kernels.reference import ReferenceKernels  # noqa: E402
+from headrace.models import Model, build_model  # noqa: E402
+from headrace.weights.checkpoint import Checkpoint  # noqa: E402
+
+VOCAB, BLOCK_SIZE, NUM_BLOCKS = 211, 8, 64
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "llama": ("Llama", "float32", {}),
+    "llama_tied_bfloat16": ("Llama", "bfloat16", {"tie_word_embeddings": True}),
+    "llama_float16": ("Llama", "float16", {}),
+    "llama_biases": ("Llama", "float32", {"attention_bias": True, "mlp_bias": True}),
+    "llama_wide_heads": ("Llama", "float32", {"head_dim": 40, "num_key_value_heads": 1}),
+    "llama_no_groups": ("Llama", "float32", {"num_key_value_heads": 6}),
+    "llama_llama3_rope": ("Llama", "float32", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
+    "llama_linear_rope": ("Llama", "float32", {"rope_parameters": LINEAR, "rope_scaling": LINEAR}),
+    "qwen2": ("Qwen2", "float32", {}),
+    "qwen2_tied_bfloat16": ("Qwen2", "bfloat16", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+}
+
+
+def write(folder: Path, family: str, dtype: str, overrides: dict[str, object]) -> torch.nn.Module:
+    """Save a random model in three shards; give back transformers' in float32, as read from the files."""
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 96,
+        "intermediate_size": 150,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        **overrides,
+    }
+    config = getattr(transformers, f"{family}Config")(**values)
+    torch.manual_seed(7)
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1 or dtype != "float32"
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+class Served:
+    """Our model with a cache, fed by hand."""
+
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        files = open_model(folder)
+        config = files.config
+        self.kernels = ReferenceKernels("cpu", dtype)
+        self.model: Model = build_model(config, Checkpoint(files), self.kernels, 512, lambda done, total: None)
+        layout = KVCacheLayout(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.kernels.allocate_kv_cache(layout)
+
+    def batch(self, parts: list[tuple[np.ndarray, int, int, int]]) -> object:
+        """Parts (tokens, start, stop, first block); every row's logits are wanted."""
+        counts = np.array([stop - start for _, start, stop, _ in parts])
+        query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop, _ in parts]).astype(np.int32)
+        first = np.repeat([block for *_, block in parts], counts)
+        longest = max(-(-stop // BLOCK_SIZE) for _, _, stop, _ in parts)
+        return self.kernels.load_batch(
+            Batch(
+                token_ids=np.concatenate([t[a:b] for t, a, b, _ in parts]).astype(np.int32),
+                positions=positions,
+                slot_mapping=(first * BLOCK_SIZE + positions).astype(np.int32),
+                query_start=query_start,
+                seq_lens=np.array([stop for _, _, stop, _ in parts], np.int32),
+                block_tables=np.array([np.arange(b, b + longest) for *_, b in parts], np.int32),
+                sample_rows=np.arange(query_start[-1], dtype=np.int32),
+            )
+        )
+
+    def logits(self, parts: list[tuple[np.ndarray, int, int, int]]) -> list[torch.Tensor]:
+        out = self.model.forward(self.kernels, self.batch(parts))
+        return list(out.split([stop - start for _, start, stop, _ in parts]))
+
+    def hidden(self, tokens: np.ndarray) -> torch.Tensor:
+        return self.model.hidden(self.kernels, self.batch([(tokens, 0, len(tokens), 0)]))
+
+
+def tokens(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, length)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hidden_states_and_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None:
+    family, dtype, overrides = VARIANTS[name]
+    oracle = write(tmp_path, family, dtype, overrides)
+    served = Served(tmp_path)
+    ids = tokens(150)
+    with torch.no_grad():
+        expected = oracle(torch.from_numpy(ids)[None], output_hidden_states=True)
+    np.testing.assert_allclose(served.hidden(ids).numpy(), expected.hidden_states[-1][0].numpy(), atol=1e-4, rtol=1e-4)
+    (logits,) = served.logits([(ids, 0, 150, 0)])
+    assert expected.logits.std() > 0.3
+    np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
+    oracle = write(tmp_path, "Llama", "bfloat16", {})
+    ids = tokens(60)
+    (logits,) = Served(tmp_path, dtype).logits([(ids, 0, 60, 0)])
+    with torch.no_grad():
+        expected = oracle(torch.from_numpy(ids)[None]).logits[0]
+    assert logits.dtype == getattr(torch, dtype)
+    error = (logits.float() - expected).abs().mean() / expected.std()
+    assert error < {"bfloat16": 0.02, "float16": 0.003}[dtype]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_same_bits_whole_in_chunks_and_one_by_one(name: str, dtype: str, tmp_path: Path) -> None:
+    family, _, overrides = VARIANTS[name]
+    write(tmp_path, family, "float32", overrides)
+    ids = tokens(140, seed=1)
+    (whole,) = Served(tmp_path, dtype).logits([(ids, 0, 140, 0)])
+    for size in (7, 1, 64):
+        served = Served(tmp_path, dtype)
+        parts = [served.logits([(ids, a, min(a + size, 140), 5)])[0] for a in range(0, 140, size)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_logits_have_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
+    write(tmp_path, "Llama", "float32", {})
+    prompts = [tokens(n, seed=n) for n in (1, 3, 33, 100)]
+    alone = [Served(tmp_path).logits([(ids, 0, len(ids), 0)])[0] for ids in prompts]
+    together = Served(tmp_path).logits([(ids, 0, len(ids), 15 * i) for i, ids in enumerate(prompts)])
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_an_unknown_family_and_an_unknown_quantisation_are_refused_by_name(tmp_path: Path) -> None:
+    from headrace.config.errors import ConfigError
+    from tests.tiny_models import tiny_llama
+
+    files = open_model(tiny_llama(tmp_path))
+    for change, message in (({"family": "gpt5"}, "known are llama, qwen2"), ({"quantization": "awq"}, "'awq'")):
+        values = {name: getattr(files.config, name) for name in files.config.__struct_fields__} | change
+        broken = replace(files, config=type(files.config)(**values))
+        with pytest.raises(ConfigError, match=message):
+            build_model(broken.config, Checkpoint(broken), ReferenceKernels(), 64, lambda done, total: None)
