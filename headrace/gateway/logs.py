@@ -1,0 +1,159 @@
+"""The gateway's log: one JSON object a line on standard error, written by a thread of its own.
+
+    {"time":"2026-11-29T18:40:01.123Z","level":"info","event":"request","request_id":"4f..","key":"sk-hr-Zk3v",
+     "model":"qwen2-7b-local","upstream":"local","status":200,"outcome":"ok","total_ms":812.4, ...}
+
+The request's path only puts a record into a queue; a thread takes what has gathered, formats it, takes secrets out of
+the finished line (tracebacks included) and writes it. Prompts and answers are never given to the log. When lines come
+faster than they can be written they are dropped and counted: a log must not hold up a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+from headrace.gateway.redact import Redactor
+
+logger = logging.getLogger("headrace.gateway")
+
+GATHER_S = 0.1
+"""How long lines wait for company; warnings and errors do not wait."""
+MAX_WAITING_LINES = 50_000
+
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def log_request(fields: Mapping[str, Any]) -> None:
+    """One line for one finished request. Names with no value (None) are left out."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("request", extra={"fields": fields})
+
+
+def request_fields(
+    *,
+    request_id: str,
+    key_prefix: str | None,
+    method: str,
+    path: str,
+    status: int,
+    client: str | None = None,
+    traceparent: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The fields of a request's line that every request has, then `more` (model, upstream, outcome, times ...)."""
+    return {
+        "request_id": request_id,
+        "key": key_prefix,
+        "method": method,
+        "path": path,
+        "status": status,
+        "client": client,
+        "traceparent": traceparent,
+        **more,
+    }
+
+
+class GatewayLog:
+    """The root logger's only handler between `start` and `close`."""
+
+    def __init__(self, stream: TextIO | None = None, *, redactor: Redactor | None = None) -> None:
+        self.redactor = redactor or Redactor()
+        """Replaced when the configuration, and with it the known secrets, changes."""
+        self.num_dropped = 0
+        self._stream = stream
+        self._waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._write_lines, name="log writer", daemon=True)
+        self._handler = _Enqueue(self.accept)
+
+    def start(self, level: str = "info") -> None:
+        root = logging.getLogger()
+        root.handlers[:] = [self._handler]
+        root.setLevel(logging.WARNING)
+        logging.getLogger("headrace").setLevel(level.upper())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        if not self._thread.is_alive():
+            return
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(5)
+        logging.getLogger().removeHandler(self._handler)
+
+    def accept(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() >= MAX_WAITING_LINES:
+            self.num_dropped += 1
+            return
+        self._waiting.put(record)
+        if record.levelno >= logging.WARNING:
+            self._wake.set()
+
+    def line(self, record: logging.LogRecord) -> str:
+        """The finished line, without its end."""
+        values: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname.lower(),
+        }
+        fields = getattr(record, "fields", None)
+        if fields is None:
+            values |= {"logger": record.name, "message": record.getMessage()}
+        else:
+            values["event"] = record.getMessage()
+            values |= {name: value for name, value in fields.items() if value is not None}
+        if record.exc_text:
+            values["traceback"] = record.exc_text
+        return self.redactor.clean(_encode(values).decode())
+
+    def _write_lines(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(GATHER_S)
+            self._wake.clear()
+            self._write_waiting()
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        lines = []
+        for _ in range(self._waiting.qsize()):
+            record = self._waiting.get()
+            try:
+                lines.append(self.line(record))
+            except Exception as error:  # a record that cannot be shown must not end the log
+                lines.append(f'{{"level":"error","message":"log record of {record.name} unreadable: {type(error)}"}}')
+        if not lines:
+            return
+        stream = self._stream or sys.stderr
+        try:
+            stream.write("\n".join(lines) + "\n")
+            stream.flush()
+        except (OSError, ValueError):
+            self.num_dropped += len(lines)
+
+
+class _Enqueue(logging.Handler):
+    """Hands records over as they are; a traceback becomes text at once, so that no frame is kept alive."""
+
+    def __init__(self, accept: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self._accept = accept
+
+    def createLock(self) -> None:
+        """The queue is safe by itself; without a lock no request waits for another thread's record."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            record.exc_info = None
+        self._accept(record)

@@ -1,0 +1,91 @@
+"""What /metrics says after requests of known shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.gateway.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True)
+class Event:
+    model: str = "qwen"
+    upstream: str = "local"
+    endpoint: str = "chat"
+    status: int = 200
+    outcome: str = "ok"
+    input_tokens: int = 100
+    output_tokens: int = 11
+    cached_tokens: int = 40
+    cost_micros: int = 1234
+    stream: bool = True
+    ttft_s: float | None = 0.3
+    total_s: float = 1.3
+
+
+def samples(metrics: GatewayMetrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(name without prefix, label values in order of their names) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = tuple(value for _, value in sorted(sample.labels.items()))
+            found[sample.name.removeprefix("headrace_gateway_"), labels] = sample.value
+    return found
+
+
+@pytest.fixture
+def metrics() -> GatewayMetrics:
+    return GatewayMetrics()
+
+
+def test_a_finished_request_is_counted_with_its_tokens_cost_and_times(metrics: GatewayMetrics) -> None:
+    metrics.finished(Event(), "production")
+    metrics.finished(Event(), "production")
+    seen = samples(metrics)
+    assert seen["requests_total", ("chat", "production", "qwen", "ok", "200", "local")] == 2
+    assert seen["tokens_total", ("production", "input", "qwen", "local")] == 200
+    assert seen["tokens_total", ("production", "output", "qwen", "local")] == 22
+    assert seen["tokens_total", ("production", "cached_input", "qwen", "local")] == 80
+    assert seen["cost_micros_total", ("production", "qwen", "local")] == 2468
+    assert seen["time_to_first_token_seconds_sum", ("production", "qwen", "local")] == pytest.approx(0.6)
+    assert seen["request_seconds_sum", ("production", "qwen", "local")] == pytest.approx(2.6)
+
+
+def test_the_time_between_tokens_leaves_the_first_one_out(metrics: GatewayMetrics) -> None:
+    metrics.finished(Event(ttft_s=0.3, total_s=1.3, output_tokens=11))
+    assert samples(metrics)["inter_token_latency_seconds_sum", ("", "qwen", "local")] == pytest.approx(0.1)
+
+
+def test_a_whole_answer_has_no_first_token_time(metrics: GatewayMetrics) -> None:
+    metrics.finished(Event(stream=False, ttft_s=0.3))
+    assert samples(metrics)["time_to_first_token_seconds_count", ("", "qwen", "local")] == 0
+
+
+def test_failures_and_fallbacks_are_counted_apart(metrics: GatewayMetrics) -> None:
+    metrics.attempt_failed("local", "qwen", "upstream_unreachable", falls_back=True)
+    metrics.attempt_failed("cloud", "qwen", "upstream_timeout_idle", falls_back=False)
+    seen = samples(metrics)
+    assert seen["fallbacks_total", ("qwen", "upstream_unreachable", "local")] == 1
+    assert ("fallbacks_total", ("qwen", "upstream_timeout_idle", "cloud")) not in seen
+    assert seen["upstream_failures_total", ("qwen", "upstream_timeout_idle", "cloud")] == 1
+
+
+def test_states_are_read_when_asked_for(metrics: GatewayMetrics) -> None:
+    states = [("local", "qwen", "closed")]
+    metrics.breakers = lambda: states
+    metrics.usage_waiting = lambda: 17
+    metrics.num_in_flight = 3
+    assert samples(metrics)["breaker_state", ("qwen", "local")] == 0
+    states[:] = [("local", "qwen", "open")]
+    seen = samples(metrics)
+    assert seen["breaker_state", ("qwen", "local")] == 2
+    assert seen["usage_rows_waiting", ()] == 17
+    assert seen["requests_in_flight", ()] == 3
+
+
+def test_refusals_are_counted_by_code(metrics: GatewayMetrics) -> None:
+    metrics.refused("concurrency_exceeded", "dev")
+    assert samples(metrics)["refused_total", ("concurrency_exceeded", "dev")] == 1
