@@ -99,7 +99,7 @@ def test_lines_that_come_too_fast_are_dropped_and_counted(log: Log, monkeypatch:
 
 
 def test_a_record_that_cannot_be_formatted_does_not_end_the_log(log: Log) -> None:
-    log.log.accept(logging.makeLogRecord({"name": "x", "msg": "%d of %d", "args": ("not a number",)}))
+    log.log.accept(logging.makeLogRecord({"name": "x", "levelno": 20, "msg": "%d of %d", "args": ("not a number",)}))
     logs.logger.info("after it")
     log.close()
     assert "unreadable" in log.lines[0]["message"]
