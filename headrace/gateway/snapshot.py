@@ -76,6 +76,8 @@ class Upstream:
     """Named in the file: may be a private address. Those registered in the console are not trusted."""
     max_retries: int = 2
     """Further attempts at this upstream after a failure that may pass (connection, 429, 5xx), before falling back."""
+    extended_sampling: bool = True
+    """Takes fields beyond OpenAI's (top_k, min_p, repetition_penalty ...); if not, presets leave them out."""
 
     @property
     def base_urls(self) -> tuple[str, ...]:
@@ -117,6 +119,9 @@ class Target:
     upstream: str
     model: str
     """The model's name at the upstream."""
+    context_window: int | None = None
+    """Tokens of prompt and answer there; None = unknown, nothing is compared with it."""
+    price: Price = Price()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,24 +133,33 @@ class Model:
     targets: tuple[Target, ...] = ()
     """First choice first."""
     context_window: int | None = None
-    """Tokens of prompt and answer; None = unknown, nothing is compared with it."""
+    """That of the first target."""
     price: Price = Price()
+    """That of the first target; what a request costs is its target's price."""
     presets: Mapping[str, Any] = field(default_factory=_empty)
     """Request fields filled in where the request leaves them out."""
     aliases: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One comparison of a condition."""
+
+    operator: Literal["=", "!=", ">", ">=", "<", "<=", "glob"]
+    value: str | int | float | bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """One line of a rule's `match`: a subject (a request field, `header:NAME`, `key.tag` ...), how, and what.
+    """One line of a rule's `match`: it holds when one of its tests does.
 
-    {"max_tokens": ">4096"} is Condition(subject="max_tokens", operator=">", value=4096);
-    {"model": "gpt-*"} is Condition(subject="model", operator="glob", value="gpt-*").
+    {"max_tokens": ">4096"} is Condition(subject="max_tokens", tests=(Test(">", 4096),));
+    {"model": ["gpt-*", "o3"]} is Condition(subject="model", tests=(Test("glob", "gpt-*"), Test("=", "o3"))).
     """
 
     subject: str
-    operator: Literal["=", "!=", ">", ">=", "<", "<=", "glob", "in"]
-    value: str | int | float | bool | tuple[str | int | float | bool, ...]
+    """model, max_tokens, prompt_tokens, total_tokens, stream, tools, endpoint, key.tag, key.name or header.NAME."""
+    tests: tuple[Test, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +170,11 @@ class Rule:
     target: str
     """An upstream's or a model's name."""
     model: str | None = None
-    """The model's name at the target; None = as the request says, if the target serves it."""
+    """The model's name at the target upstream; None = as the request says, or what the upstream maps it to."""
+    fallback: tuple[str, ...] = ()
+    """Upstreams or models tried when the target fails. () = none: a rule may be there to keep requests in the house."""
     place: str = ""
-    """Where in the file it stands, for messages: `routing.rules[0]`."""
+    """Where it stands, for messages: `routing.rules[0]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +200,6 @@ class Plan:
     limits: Limits = Limits()
     session_affinity: bool = False
     """Requests of one session (x-session-id, Claude Code's, the user field) stay with one replica."""
-    session_concurrency: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
