@@ -158,11 +158,12 @@ def chat(
     usage: tuple[int, int] | None = USAGE,
     finish: str = "stop",
     tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
-    """A chat completion; with `tool` a call of that tool with TOOL_ARGUMENTS."""
+    """A chat completion; with `tool` a call of that tool."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if tool is not None:
-        message |= {"content": None, "tool_calls": [_tool_call(tool, TOOL_ARGUMENTS)]}
+        message |= {"content": None, "tool_calls": [_tool_call(tool, arguments)]}
         finish = "tool_calls"
     answer: dict[str, Any] = {
         "id": "chatcmpl-fake",
@@ -182,6 +183,7 @@ def chat_stream(
     usage: tuple[int, int] | None = USAGE,
     finish: str = "stop",
     tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
     """Chunks: role, the deltas, finish_reason, usage (unless None), [DONE]. With `tool` its arguments come in two."""
 
@@ -201,7 +203,7 @@ def chat_stream(
         parts += [chunk({"content": delta}) for delta in deltas]
         finish = "tool_calls"
         parts.append(chunk({"tool_calls": [{"index": 0, **_tool_call(tool, "")}]}))
-        for piece in (TOOL_ARGUMENTS[:6], TOOL_ARGUMENTS[6:]):
+        for piece in (arguments[:6], arguments[6:]):
             parts.append(chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}))
     parts.append(chunk({}, finish))
     if usage is not None:
@@ -252,11 +254,12 @@ def messages(
     usage: tuple[int, int] | None = USAGE,
     stop: str = "end_turn",
     tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
     """An Anthropic message; with `tool` a tool_use block."""
     content: list[Json] = [{"type": "text", "text": text}]
     if tool is not None:
-        content = [{"type": "tool_use", "id": "toolu_1", "name": tool, "input": json.loads(TOOL_ARGUMENTS)}]
+        content = [{"type": "tool_use", "id": "toolu_1", "name": tool, "input": json.loads(arguments)}]
         stop = "tool_use"
     answer: dict[str, Any] = {
         "id": "msg_fake",
@@ -278,6 +281,7 @@ def messages_stream(
     usage: tuple[int, int] | None = USAGE,
     stop: str = "end_turn",
     tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
     """message_start, content_block_start, the deltas, content_block_stop, message_delta, message_stop."""
     start: dict[str, Any] = {
@@ -298,9 +302,7 @@ def messages_stream(
     if tool is not None:
         block = {"type": "tool_use", "id": "toolu_1", "name": tool, "input": {}}
         stop = "tool_use"
-        pieces = [
-            {"type": "input_json_delta", "partial_json": part} for part in (TOOL_ARGUMENTS[:6], TOOL_ARGUMENTS[6:])
-        ]
+        pieces = [{"type": "input_json_delta", "partial_json": part} for part in (arguments[:6], arguments[6:])]
     delta_event["delta"] = {"stop_reason": stop, "stop_sequence": None}
     parts = [
         _named({"type": "message_start", "message": start}),
@@ -313,9 +315,9 @@ def messages_stream(
     return _stream(parts, preamble=2)
 
 
-def _response_item(text: str, tool: str | None) -> Json:
+def _response_item(text: str, tool: str | None, arguments: str) -> Json:
     if tool is not None:
-        call = {"id": "fc_1", "call_id": "call_1", "name": tool, "arguments": TOOL_ARGUMENTS, "status": "completed"}
+        call = {"id": "fc_1", "call_id": "call_1", "name": tool, "arguments": arguments, "status": "completed"}
         return {"type": "function_call", **call}
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": content}
@@ -351,26 +353,31 @@ def responses(
     model: str = "fake",
     usage: tuple[int, int] | None = USAGE,
     tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
-    return json_reply(_response(model, "completed", [_response_item(text, tool)], usage))
+    return json_reply(_response(model, "completed", [_response_item(text, tool, arguments)], usage))
 
 
 def responses_stream(
-    *deltas: str, model: str = "fake", usage: tuple[int, int] | None = USAGE, tool: str | None = None
+    *deltas: str,
+    model: str = "fake",
+    usage: tuple[int, int] | None = USAGE,
+    tool: str | None = None,
+    arguments: str = TOOL_ARGUMENTS,
 ) -> Reply:
     """response.created, in_progress, item added, [part added], the deltas, the ends, response.completed."""
     pieces = deltas or ("Hello", " world")
     text = "".join(pieces)
-    item = _response_item(text, tool)
+    item = _response_item(text, tool, arguments)
     begun = {"type": "response.created", "response": _response(model, "in_progress", [], None)}
     events: list[dict[str, Any]] = [begun, {**begun, "type": "response.in_progress"}]
     where = {"item_id": item["id"], "output_index": 0}
     if tool is not None:
         empty = {**item, "arguments": "", "status": "in_progress"}
         events.append({"type": "response.output_item.added", "output_index": 0, "item": empty})
-        pieces = (TOOL_ARGUMENTS[:6], TOOL_ARGUMENTS[6:])
+        pieces = (arguments[:6], arguments[6:])
         events += [{"type": "response.function_call_arguments.delta", **where, "delta": piece} for piece in pieces]
-        events.append({"type": "response.function_call_arguments.done", **where, "arguments": TOOL_ARGUMENTS})
+        events.append({"type": "response.function_call_arguments.done", **where, "arguments": arguments})
         preamble = 3
     else:
         where["content_index"] = 0
