@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup run test test-services test-long test-gpu lint format bench
+.PHONY: help setup run test test-services test-long test-gpu lint format bench bench-gateway
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make lint           ruff, mypy, import-linter'
 	@echo 'make format         let ruff rewrite the files'
 	@echo 'make bench          start a server, put load on it, print the result'
+	@echo 'make bench-gateway  what the gateway adds to a request'
 
 # What serving needs.
 $(VENV)/.setup-stamp: pyproject.toml constraints.txt
@@ -75,3 +76,6 @@ format: $(VENV)/.dev-stamp
 
 bench: $(VENV)/.setup-stamp
 	@exec $(BIN)/python -m headrace.bench.serve --start-server $(ARGS)
+
+bench-gateway: $(VENV)/.setup-stamp
+	@exec $(BIN)/python -m headrace.bench.gateway $(ARGS)
