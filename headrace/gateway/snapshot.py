@@ -220,7 +220,7 @@ class Listen:
     max_body_bytes: int = 32 * 1024 * 1024
     hold_back_s: float = 10.0
     """How long a stream's first content is waited for with nothing sent to the client, so that a fallback is unseen."""
-    database_url: str | None = None
+    database_url: str | None = field(default=None, repr=False)
     """None = SQLite in the data directory."""
     data_dir: str | None = None
     log_level: str = "info"
@@ -237,7 +237,7 @@ class EngineSpec:
     """One `[engine.NAME]` of headrace.toml: `headrace up` starts `headrace serve` with these words."""
 
     name: str
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = field(repr=False)
     upstream: str
 
 
