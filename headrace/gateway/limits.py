@@ -1,0 +1,321 @@
+"""Requests a minute, tokens a minute, concurrency and budgets of each key, its own and its plan's.
+
+`admit` looks at every limit first and then commits to all together, so a refusal costs nothing. It returns a lease:
+
+    with limiter.admit(record, plan, estimated_tokens=900, estimated_micros=120) as lease:
+        ...                             # 900 tokens and 120 micro-units are reserved, one slot is taken
+        lease.settle(tokens=412, micros=57)
+    # slot and reservation are given back, whatever happened; 412 and 57 stay booked
+
+One lease is settled once and released once, later calls change nothing. Everything is an integer, nothing here
+waits or locks: one event loop calls it. The headers of an answer come from the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+
+from headrace.gateway.budget import Spending, day_number, ends_at_s
+from headrace.gateway.gcra import Rate
+from headrace.gateway.keys import NO_LIMITS, KeyRecord
+from headrace.gateway.snapshot import Dialect, Limits, Plan
+from headrace.protocol import access_errors
+from headrace.protocol.errors import ApiError
+
+
+@dataclass(slots=True)
+class _Owner:
+    """The limits of the key itself, or those its plan gives to each of its keys."""
+
+    of: str
+    limits: Limits
+    requests: Rate | None = None
+    tokens: Rate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """The moment of one decision, and whose headers tell of it."""
+
+    ns: int
+    s: float
+    dialect: Dialect
+
+
+class _Meter:
+    """All that is counted of one key."""
+
+    __slots__ = ("in_flight", "owners", "spending")
+
+    def __init__(self, spending: Spending) -> None:
+        self.in_flight = 0
+        self.spending = spending
+        self.owners: list[_Owner] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLoad:
+    """What a key is using now, for the console."""
+
+    in_flight: int
+    reserved_micros: int
+    spent_day_micros: int
+    spent_week_micros: int
+    spent_month_micros: int
+    spent_total_micros: int
+
+
+class Limiter:
+    """The limits of every key. `spending` is what keys have spent before this start."""
+
+    def __init__(
+        self,
+        spending: Mapping[str, Spending] | None = None,
+        *,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.now_ns = now_ns
+        self.now_s = now_s
+        self._meters: dict[str, _Meter] = {key_id: _Meter(spent) for key_id, spent in (spending or {}).items()}
+
+    def admit(
+        self,
+        record: KeyRecord,
+        plan: Plan | None = None,
+        *,
+        estimated_tokens: int = 0,
+        estimated_micros: int = 0,
+        dialect: Dialect = "openai",
+    ) -> Lease:
+        """Take a slot, a request and the reservations. Raises ApiError (429) and takes nothing.
+
+        `dialect` is that of the rate headers, also of a refusal's.
+        """
+        now_ns, now_s = self.now_ns(), self.now_s()
+        meter = self._meter(record, plan, now_ns)
+        tokens = max(0, estimated_tokens)
+        micros = max(0, estimated_micros)
+        if meter.owners:
+            refusal = self._refusal(meter, tokens, micros, _Now(now_ns, now_s, dialect))
+            if refusal is not None:
+                raise refusal
+        for owner in meter.owners:
+            if owner.requests is not None:
+                owner.requests.take(1, now_ns)
+            if owner.tokens is not None:
+                owner.tokens.reserved += tokens
+        meter.in_flight += 1
+        meter.spending.reserved += micros
+        return Lease(
+            self, meter, tuple(o.tokens for o in meter.owners if o.tokens is not None), tokens, micros, dialect
+        )
+
+    def load(self, key_id: str) -> KeyLoad:
+        meter = self._meters.get(key_id) or _Meter(Spending())
+        day, spending = day_number(self.now_s()), meter.spending
+        return KeyLoad(
+            in_flight=meter.in_flight,
+            reserved_micros=spending.reserved,
+            spent_day_micros=spending.settled("day", day),
+            spent_week_micros=spending.settled("week", day),
+            spent_month_micros=spending.settled("month", day),
+            spent_total_micros=spending.settled("total", day),
+        )
+
+    def in_flight(self) -> int:
+        """Requests of all keys that hold a slot."""
+        return sum(meter.in_flight for meter in list(self._meters.values()))
+
+    def _meter(self, record: KeyRecord, plan: Plan | None, now_ns: int) -> _Meter:
+        meter = self._meters.get(record.id)
+        if meter is None:
+            meter = self._meters[record.id] = _Meter(Spending())
+        plan_limits = NO_LIMITS if plan is None else plan.limits
+        wanted = [("API key", record.limits)] if record.limits != NO_LIMITS else []
+        if plan is not None and plan_limits != NO_LIMITS:
+            wanted.append((f"plan {plan.name}", plan_limits))
+        if [(owner.of, owner.limits) for owner in meter.owners] != wanted:
+            known = {owner.of: owner for owner in meter.owners}
+            meter.owners = [_with_limits(known.get(of) or _Owner(of, limits), limits, now_ns) for of, limits in wanted]
+        return meter
+
+    def _refusal(self, meter: _Meter, tokens: int, micros: int, now: _Now) -> ApiError | None:
+        """The answer to a request that some limit does not let pass: the one whose waiting time is longest."""
+        found: list[tuple[float, ApiError]] = []
+        for owner in meter.owners:
+            limits, of = owner.limits, owner.of
+            budget = _budget_refusal(owner, meter, micros, now)
+            if budget is not None:
+                found.append(budget)
+            if owner.requests is not None:
+                wait_ns = owner.requests.wait_ns(1, now.ns)
+                if wait_ns:
+                    message = f"This {of} allows {limits.rpm} requests a minute, and they are used up."
+                    found.append(_rate_refusal(message, wait_ns, meter, now))
+            if owner.tokens is not None:
+                wait_ns = owner.tokens.wait_ns(tokens, now.ns)
+                if wait_ns is None:
+                    message = (
+                        f"This {of} allows {limits.tpm} tokens a minute, and this request alone may use {tokens} "
+                        "(prompt and `max_tokens`). Lower `max_tokens` or shorten the prompt."
+                    )
+                    refusal = access_errors.rate_limit_exceeded(message, None, _headers(meter, now))
+                    found.append((float("inf"), refusal))
+                elif wait_ns:
+                    message = (
+                        f"This {of} allows {limits.tpm} tokens a minute; this request may use {tokens}, and "
+                        f"{owner.tokens.remaining(now.ns)} are left now."
+                    )
+                    found.append(_rate_refusal(message, wait_ns, meter, now))
+            if limits.concurrency is not None and meter.in_flight >= limits.concurrency:
+                message = f"This {of} allows {limits.concurrency} requests at a time, and as many are running."
+                found.append((0.0, access_errors.concurrency_exceeded(message, _headers(meter, now))))
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+
+class Lease:
+    """What one admitted request holds."""
+
+    __slots__ = ("_dialect", "_limiter", "_meter", "_micros", "_rates", "_released", "_settled", "_tokens")
+
+    def __init__(
+        self, limiter: Limiter, meter: _Meter, rates: tuple[Rate, ...], tokens: int, micros: int, dialect: Dialect
+    ) -> None:
+        self._limiter = limiter
+        self._dialect: Dialect = dialect
+        self._meter = meter
+        self._rates = rates
+        self._tokens = tokens  # still reserved
+        self._micros = micros
+        self._settled = False
+        self._released = False
+
+    def settle(self, tokens: int, micros: int) -> None:
+        """Book what was really used in place of what was reserved. The first call counts."""
+        if self._settled:
+            return
+        self._settled = True
+        self._give_back()
+        now_ns = self._limiter.now_ns()
+        for rate in self._rates:
+            rate.take(max(0, tokens), now_ns)
+        if micros > 0:
+            self._meter.spending.add(micros, day_number(self._limiter.now_s()))
+
+    def release(self) -> None:
+        """Give the slot back, and the reservation if nothing was settled. The first call counts."""
+        if self._released:
+            return
+        self._released = True
+        self._meter.in_flight -= 1
+        self._give_back()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The rate headers of the answer, as they stand now; [] for a key without rates."""
+        if not self._meter.owners:
+            return []
+        named = _headers(self._meter, _Now(self._limiter.now_ns(), self._limiter.now_s(), self._dialect))
+        return [(name.encode(), value.encode()) for name, value in named.items()]
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _give_back(self) -> None:
+        for rate in self._rates:
+            rate.reserved -= self._tokens
+        self._meter.spending.reserved -= self._micros
+        self._tokens = self._micros = 0
+
+
+def _with_limits(owner: _Owner, limits: Limits, now_ns: int) -> _Owner:
+    """The owner under new limits; what was used stays used where there is a limit before and after."""
+    return _Owner(
+        owner.of,
+        limits,
+        requests=_resized(owner.requests, limits.rpm, now_ns),
+        tokens=_resized(owner.tokens, limits.tpm, now_ns),
+    )
+
+
+def _resized(rate: Rate | None, limit: int | None, now_ns: int) -> Rate | None:
+    if limit is None:
+        return None
+    if rate is None:
+        return Rate(limit)
+    rate.change_limit(limit, now_ns)
+    return rate
+
+
+def _rate_refusal(message: str, wait_ns: int, meter: _Meter, now: _Now) -> tuple[float, ApiError]:
+    wait_s = wait_ns / 1e9
+    text = f"{message} Try again in {duration(wait_ns)}."
+    return wait_s, access_errors.rate_limit_exceeded(text, wait_s, _headers(meter, now))
+
+
+def _budget_refusal(owner: _Owner, meter: _Meter, micros: int, now: _Now) -> tuple[float, ApiError] | None:
+    """A request that costs nothing passes whatever was spent."""
+    limit, period = owner.limits.budget_micros, owner.limits.budget_period or "total"
+    if limit is None or not micros:
+        return None
+    day = day_number(now.s)
+    spent = meter.spending.settled(period, day)
+    if spent + meter.spending.reserved + micros <= limit:
+        return None
+    allowance = f"This {owner.of} may spend {money(limit)} {'in all' if period == 'total' else f'a {period}'}"
+    headers = _headers(meter, now)
+    if spent + micros <= limit:
+        message = f"{allowance}; with the requests now running there is no room for this one. Try again in a second."
+        return 1.0, access_errors.rate_limit_exceeded(message, 1.0, headers)
+    ends_s = ends_at_s(period, day)
+    renewed = f" It is renewed on {access_errors.shown_date(ends_s)}." if ends_s is not None else ""
+    message = f"{allowance}, and {money(spent)} are spent; this request may cost {money(micros)}.{renewed}"
+    wait_s = None if ends_s is None else ends_s - now.s
+    return float("inf"), access_errors.insufficient_quota(message, wait_s, headers)
+
+
+def _headers(meter: _Meter, now: _Now) -> dict[str, str]:
+    """Of the key's own limit and its plan's the one that leaves less is shown."""
+    headers: dict[str, str] = {}
+    for kind in ("requests", "tokens"):
+        rates = [rate for owner in meter.owners if (rate := getattr(owner, kind)) is not None]
+        if not rates:
+            continue
+        rate = min(rates, key=lambda each: (each.remaining(now.ns), each.limit))
+        remaining, reset_ns = str(rate.remaining(now.ns)), rate.reset_ns(now.ns)
+        if now.dialect == "openai":
+            headers[f"x-ratelimit-limit-{kind}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = remaining
+            headers[f"x-ratelimit-reset-{kind}"] = duration(reset_ns)
+        else:
+            at = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            headers[f"anthropic-ratelimit-{kind}-limit"] = str(rate.limit)
+            headers[f"anthropic-ratelimit-{kind}-remaining"] = remaining
+            headers[f"anthropic-ratelimit-{kind}-reset"] = at
+    return headers
+
+
+def duration(nanoseconds: int) -> str:
+    """As OpenAI writes it: 17ms, 1.5s, 6m0s. Rounded up."""
+    milliseconds = -(-nanoseconds // 10**6)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    seconds = f"{rest / 1000:g}s"
+    return f"{minutes}m{seconds}" if minutes else seconds
+
+
+def money(micros: int) -> str:
+    """Units of the currency, as exact as needed: 5.00, 0.0125."""
+    units, rest = divmod(abs(micros), 10**6)
+    fraction = f"{rest:06d}".rstrip("0").ljust(2, "0")
+    return f"{'-' if micros < 0 else ''}{units}.{fraction}"

@@ -1,0 +1,80 @@
+"""Finds the key in a request's headers, wherever clients put it, and forgives what copying does to it.
+
+    authorization: Bearer sk-hr-...     OpenAI's SDKs, Claude Code's ANTHROPIC_AUTH_TOKEN
+    x-api-key, api-key                  Anthropic's SDKs, Azure's manner, Continue
+    x-goog-api-key                      Google's manner
+
+Forgiven: blanks and line ends around it, quotes, `Bearer` written twice. Several headers may carry it; when they
+differ, Authorization wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.protocol import access_errors
+
+KEY_HEADERS = (b"x-api-key", b"api-key", b"x-goog-api-key")
+_DIRT = b" \t\r\n\"'\xc2\xa0`"
+
+
+@dataclass(frozen=True, slots=True)
+class SentKey:
+    value: str
+    conflicting: bool = False
+    """Another header carries another key, which is not looked at."""
+
+    def __repr__(self) -> str:
+        return f"SentKey(conflicting={self.conflicting})"
+
+
+def sent_key(headers: Mapping[bytes, bytes], page: str) -> SentKey:
+    """The key in `headers` (names in lower case). Raises ApiError (401) naming `page` when there is none to read."""
+    authorization = _clean(headers.get(b"authorization", b""))
+    found, problem = _bearer(authorization) if authorization else (b"", None)
+    others = [value for value in (_clean(headers.get(name, b"")) for name in KEY_HEADERS) if value]
+    if not found and not others:
+        raise access_errors.no_key(page) if problem is None else access_errors.malformed_key(problem, page)
+    chosen = found or others[0]
+    differing = any(value != chosen for value in others)
+    return SentKey(chosen.decode("utf-8", "replace"), differing)
+
+
+def _bearer(authorization: bytes) -> tuple[bytes, str | None]:
+    """The key after `Bearer`, or b"" and what is wrong."""
+    scheme, blank, rest = authorization.partition(b" ")
+    if not blank:
+        scheme, _, rest = authorization.partition(b"\t")
+    kind = scheme.lower()
+    if kind != b"bearer":
+        if kind in (b"bearer:", b"bearer="):
+            return b"", "a blank, and nothing else, must follow `Bearer`."
+        if kind.startswith(b"bearer"):
+            return b"", "the space after `Bearer` is missing."
+        if rest:
+            return b"", "its scheme is not `Bearer`."
+        return b"", "it lacks the word `Bearer` before the key."
+    key = _clean(rest)
+    while key[:7].lower() == b"bearer ":
+        key = _clean(key[7:])
+    if not key or key.lower() == b"bearer":
+        return b"", "no key follows `Bearer`. Is the variable that should hold the key exported?"
+    return key, None
+
+
+def _clean(value: bytes) -> bytes:
+    return value.strip(_DIRT)
+
+
+def hint(value: str, known_prefix: str, known_chars: int) -> str:
+    """What an unknown key looks like, without repeating it."""
+    if "$" in value or "{" in value:
+        return "What was sent is a placeholder whose variable was not filled in."
+    if not value.startswith(known_prefix):
+        if value.lower() in ("empty", "none", "null", "dummy", "not-needed", "undefined"):
+            return "What was sent is a filler word; this gateway needs a real key."
+        return f"This gateway's keys begin with {known_prefix}; what was sent looks like a key of another service."
+    if len(value) != known_chars:
+        return f"It has {len(value)} characters where {known_chars} are right: was it copied in part, or twice?"
+    return "Look for a wrong character, or for the key of another gateway."
