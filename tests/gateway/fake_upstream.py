@@ -69,8 +69,12 @@ class FakeUpstream:
     request) is used. `accept_after_s` delays every accept.
     """
 
-    def __init__(self, answer: Reply | Responder | None = None, *, accept_after_s: float = 0.0) -> None:
+    def __init__(
+        self, answer: Reply | Responder | None = None, *, accept_after_s: float = 0.0, without: tuple[str, ...] = ()
+    ) -> None:
+        """`without`: ends of paths that it answers with 404, before anything scripted and without a record."""
         self.answer: Reply | Responder = automatic if answer is None else answer
+        self.without = without
         self.accept_after_s = accept_after_s
         self.requests: list[Request] = []
         self.num_connections = 0
@@ -197,6 +201,10 @@ class _Connection(asyncio.Protocol):
                     self.end(by_reset=False)
                     return
                 self.current = request
+                if request.path.endswith(self.upstream.without):
+                    if not await self.write(request, replies.error(404, "Not Found")):
+                        return
+                    continue
                 self.upstream.requests.append(request)
                 reply = self.upstream.next_reply(request)
                 self.hang_up_next = reply.hang_up_on_reuse
