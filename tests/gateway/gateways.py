@@ -6,22 +6,37 @@ with running_gateway(folder, providers(fake=upstream)) as gateway:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
+import uvicorn
+import uvloop
 
-from headrace.gateway import key_secrets
-from headrace.gateway.keys import KeyRequest, KeyStore
-from headrace.gateway.storage.database import open_database, prepare_data_dir
+from headrace.gateway.app import create_app
+from headrace.gateway.breaker import Breakers
+from headrace.gateway.config_load import load_config
+from headrace.gateway.keys import KeyRequest
+from headrace.gateway.ledger import Ledger, open_ledger, open_store
+from headrace.gateway.metrics import GatewayMetrics
+from headrace.gateway.snapshot import Limits
+from headrace.gateway.state import GatewayState
+from headrace.gateway.usage import UsageWriter
+from headrace.gateway.usage_event import UsageEvent
+from headrace.gateway.usage_queries import recent_usage
+from tests.gateway.dialects import Answer
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.serving import HEADRACE, free_port, health_status
 
@@ -56,13 +71,11 @@ class Gateway:
 
 def make_key(data_dir: Path, name: str, **rights: Any) -> str:
     """The secret of a new key; `rights` are fields of KeyRequest."""
-    prepared = prepare_data_dir(data_dir)
-    database = open_database(None, prepared)
+    store = open_store(None, data_dir)
     try:
-        store = KeyStore(database, key_secrets.load_pepper(prepared))
         return store.create(KeyRequest(name=name, **rights))[1]
     finally:
-        database.close()
+        store.database.close()
 
 
 def providers(*, routing: Mapping[str, Any] | None = None, **upstreams: FakeUpstream | Mapping[str, Any]) -> str:
@@ -131,3 +144,140 @@ def running_gateway(
         if process.poll() is None:
             process.kill()
             process.wait(5)
+
+
+class RecordedUsage:
+    """The usage writer, and beside it every event it was given."""
+
+    def __init__(self, writer: UsageWriter) -> None:
+        self.writer = writer
+        self.events: list[UsageEvent] = []
+
+    def append(self, event: UsageEvent) -> None:
+        self.events.append(event)
+        self.writer.append(event)
+
+
+@dataclass
+class ThreadedGateway:
+    """The gateway's application under uvicorn in a thread."""
+
+    port: int
+    key: str
+    state: GatewayState
+    ledger: Ledger
+    usage: RecordedUsage
+    client: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = self.client_with(self.key)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def events(self) -> list[UsageEvent]:
+        return self.usage.events
+
+    def client_with(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"})
+
+    def new_key(self, name: str, **limits: Any) -> str:
+        """The secret of another key, usable at once."""
+        secret = self.ledger.store.create(KeyRequest(name=name, limits=Limits(**limits)))[1]
+        self.ledger.keys.reload()
+        return secret
+
+    def forget(self) -> None:
+        """Events, and what breakers have seen."""
+        self.events.clear()
+        self.state.breakers = Breakers()
+
+    def event(self, answer: Answer) -> UsageEvent:
+        """What was billed for an answer."""
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            for event in self.events:
+                if event.request_id == answer.request_id:
+                    return event
+            time.sleep(0.005)
+        raise AssertionError(f"no usage event for {answer}")
+
+    def wait_for_events(self, number: int, timeout_s: float = 5) -> list[UsageEvent]:
+        deadline = time.monotonic() + timeout_s
+        while len(self.events) < number:
+            assert time.monotonic() < deadline, f"{len(self.events)} usage events, {number} were expected"
+            time.sleep(0.005)
+        return self.events
+
+    def wait_until_idle(self, timeout_s: float = 5) -> bool:
+        """Until no request is being answered and no slot is taken."""
+        deadline = time.monotonic() + timeout_s
+        while self.state.num_open or self.state.limiter.in_flight:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def in_flight_of(self, name: str) -> int:
+        return self.state.limiter.load(self.ledger.store.find(name).id).in_flight
+
+    def stored_events(self) -> list[UsageEvent]:
+        """What is in the database, everything until now included."""
+        assert self.usage.writer.flush()
+        return recent_usage(self.ledger.database, limit=10_000)
+
+
+@contextmanager
+def threaded_gateway(folder: Path, config: str, *, suffix: str = ".json") -> Iterator[ThreadedGateway]:
+    """Serve the text `config` in a thread, with a key that has no limits."""
+    path = folder / f"gateway{suffix}"
+    path.write_text(config)
+    snapshot = load_config(path, {})
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    ledger = open_ledger(None, folder / "data")
+    usage = RecordedUsage(ledger.usage)
+    state = GatewayState(
+        snapshot=snapshot, keys=ledger.keys, limiter=ledger.limiter, usage=usage, metrics=GatewayMetrics()
+    )
+    secret = ledger.store.create(KeyRequest(name="test"))[1]
+    ledger.keys.reload()
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(state), http="httptools", lifespan="off", access_log=False, log_level="warning")
+    )
+
+    async def serve() -> None:
+        await server.serve(sockets=[listener])
+        await state.close()
+
+    thread = threading.Thread(target=uvloop.run, args=(serve(),), name="gateway", daemon=True)
+    thread.start()
+    gateway = ThreadedGateway(listener.getsockname()[1], secret, state, ledger, usage)
+    try:
+        yield gateway
+    finally:
+        gateway.client.close()
+        server.should_exit = True
+        thread.join(10)
+        ledger.close()
+
+
+async def _abort(port: int, request: bytes, wait_s: float) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    await asyncio.sleep(wait_s)
+    writer.transport.abort()
+
+
+def abort_many(port: int, request: bytes, number: int, *, at_once: int) -> None:
+    """Begin `number` requests and leave each after 0 to 30 ms, `at_once` at a time."""
+
+    async def run() -> None:
+        async def work(start: int) -> None:
+            for index in range(start, number, at_once):
+                await _abort(port, request, (index * 7 % 31) / 1000)
+
+        await asyncio.gather(*map(work, range(at_once)))
+
+    asyncio.run(run())
