@@ -15,6 +15,8 @@ Headrace serves open language models on your own machine.
 
   headrace up               serve the bundled model and show how to use it
   headrace serve [MODEL]    serve a model directory, a .gguf file or a hub id, with vLLM's flags
+  headrace gateway          one address and one key for many models; `headrace gateway check` tests its configuration
+  headrace connect TOOL     settings for codex, claude-code, cline, continue, openai or curl
   headrace version          print the version
 
 `headrace serve --help` lists the flags by what you want to do.
@@ -57,6 +59,18 @@ def _up(words: Sequence[str]) -> int:
     return serve_command("up", words)
 
 
+def _gateway(words: Sequence[str]) -> int:
+    from headrace.cli.gateway import gateway_command
+
+    return gateway_command(words)
+
+
+def _connect(words: Sequence[str]) -> int:
+    from headrace.cli.connect import connect_command
+
+    return connect_command(words)
+
+
 def _version(words: Sequence[str]) -> int:
     print(f"headrace {__version__}")
     return 0
@@ -65,6 +79,8 @@ def _version(words: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,
     "serve": _serve,
+    "gateway": _gateway,
+    "connect": _connect,
     "version": _version,
     "--version": _version,
 }
