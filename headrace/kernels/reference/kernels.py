@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.kernels.ops import Batch, Float32, Int32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.reference import sampling
 from headrace.kernels.reference.attention import AttentionPlan, attend, plan_attention
-from headrace.kernels.reference.linear import Matrix, multiply, pack
+from headrace.kernels.reference.linear import Matrix, TrustedHeights, multiply, pack
 from headrace.kernels.weight import Weight
 
 
@@ -68,6 +68,7 @@ class ReferenceKernels:
         self._dtype: torch.dtype = getattr(torch, dtype)
         native = device != "cpu" or multiplies_natively(dtype)
         self._multiply_dtype = self._dtype if native else torch.float32
+        self._trusted_heights: TrustedHeights = {}
         self._layout: KVCacheLayout | None = None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -79,7 +80,7 @@ class ReferenceKernels:
     # set-up
 
     def prepare_weight(self, weight: Weight) -> Matrix:
-        matrix = pack(weight, self.device, self._dtype, self._multiply_dtype)
+        matrix = pack(weight, self.device, self._dtype, self._multiply_dtype, self._trusted_heights)
         self.weight_bytes += matrix.num_bytes
         return matrix
 
