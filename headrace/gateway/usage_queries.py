@@ -67,20 +67,19 @@ def usage_sums(
     with database.read() as connection:
         found = [_usage_sum(dict(row._mapping)) for row in connection.execute(statement)]
     found = [row for row in found if row.requests]
-    if "day" in by:
-        return sorted(found, key=lambda row: (row.day or "", -row.cost_micros, -row.requests))
-    return sorted(found, key=lambda row: (-row.cost_micros, -row.requests))
+    return sorted(found, key=_order)
 
 
 def recent_usage(database: Database, *, limit: int = 100, key_id: str | None = None) -> list[UsageEvent]:
     """The last requests, the newest first."""
     rows = tables.usage_events
-    columns = [rows.c[field] for field in UsageEvent.__struct_fields__]
-    statement = select(*columns).order_by(rows.c.id.desc()).limit(limit)
+    fields = UsageEvent.__struct_fields__
+    statement = select(*[rows.c[field] for field in fields]).order_by(rows.c.id.desc()).limit(limit)
     if key_id is not None:
         statement = statement.where(rows.c.key_id == key_id)
     with database.read() as connection:
-        return [msgspec.convert(dict(row._mapping), UsageEvent) for row in connection.execute(statement)]
+        found = connection.execute(statement).all()
+    return [msgspec.convert(dict(zip(fields, row, strict=True)), UsageEvent) for row in found]
 
 
 def spending(database: Database, now_s: float) -> dict[str, Spending]:
@@ -105,6 +104,11 @@ def spending(database: Database, now_s: float) -> dict[str, Spending]:
         key_id: Spending(today, total=int(total), month=int(in_month), week=int(in_week), day=int(in_day))
         for key_id, total, in_month, in_week, in_day in rows
     }
+
+
+def _order(row: UsageSum) -> tuple[object, ...]:
+    names = (row.key_name or "", row.model or "", row.upstream or "")
+    return (row.day or "", -row.cost_micros, -row.requests, *names)
 
 
 def _usage_sum(row: dict[str, object]) -> UsageSum:
