@@ -1,7 +1,7 @@
 """What the gateway counts for Prometheus, in a registry of its own.
 
-Label values are names out of the configuration (models, upstreams) and keys' first tags, never what a client sent, so
-their number is bounded. A request costs one dictionary lookup and a few additions on children that are bound once;
+Label values are models, upstreams and keys' first tags. An upstream may take any model name, so the names that clients
+send are bounded here: after the first MAX_MODELS they are all `other`. A request costs one dictionary lookup and a few additions on children that are bound once;
 what is only a state (breakers, requests in flight) is asked for when somebody reads /metrics.
 """
 
@@ -21,6 +21,9 @@ PREFIX = "headrace_gateway_"
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 WHOLE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+MAX_MODELS = 500
+OTHER_MODEL = "other"
 
 BreakerState = Literal["closed", "half_open", "open"]
 BREAKER_VALUES: dict[str, int] = {"closed": 0, "half_open": 1, "open": 2}
@@ -107,6 +110,7 @@ class GatewayMetrics:
             "upstream_failures", "Attempts that failed, followed by another or not.", ("upstream", "model", "reason")
         )
         self._refused = self._counter("refused", "Requests refused before any upstream.", ("code", "key_tag"))
+        self._models: set[str] = set()
         self._request_children: dict[tuple[str, str, str, int, str, str], Counter] = {}
         self._served_children: dict[tuple[str, str, str], _Served] = {}
         ProcessCollector(registry=self.registry)
@@ -116,12 +120,13 @@ class GatewayMetrics:
 
     def finished(self, event: Outcome, key_tag: str = "") -> None:
         """A request that was let in has ended, however it ended."""
-        key = (event.model, event.upstream, event.endpoint, event.status, event.outcome, key_tag)
+        model = self._bounded(event.model)
+        key = (model, event.upstream, event.endpoint, event.status, event.outcome, key_tag)
         counter = self._request_children.get(key)
         if counter is None:
             counter = self._request_children[key] = self._requests.labels(*map(str, key))
         counter.inc()
-        served = self._served(event.model, event.upstream, key_tag)
+        served = self._served(model, event.upstream, key_tag)
         served.whole.observe(event.total_s)
         if event.stream and event.ttft_s is not None:
             served.first_token.observe(event.ttft_s)
@@ -142,6 +147,7 @@ class GatewayMetrics:
 
     def attempt_failed(self, upstream: str, model: str, reason: str, *, falls_back: bool) -> None:
         """`reason`: an error code of the table, such as upstream_unreachable."""
+        model = self._bounded(model)
         self._upstream_failures.labels(upstream, model, reason).inc()
         if falls_back:
             self._fallbacks.labels(upstream, model, reason).inc()
@@ -172,6 +178,13 @@ class GatewayMetrics:
         yield CounterMetricFamily(
             PREFIX + "log_lines_dropped", "Log lines that could not be written.", value=self.log_lines_dropped()
         )
+
+    def _bounded(self, model: str) -> str:
+        if model not in self._models:
+            if len(self._models) >= MAX_MODELS:
+                return OTHER_MODEL
+            self._models.add(model)
+        return model
 
     def _served(self, model: str, upstream: str, key_tag: str) -> _Served:
         key = (model, upstream, key_tag)

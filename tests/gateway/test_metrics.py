@@ -89,3 +89,12 @@ def test_states_are_read_when_asked_for(metrics: GatewayMetrics) -> None:
 def test_refusals_are_counted_by_code(metrics: GatewayMetrics) -> None:
     metrics.refused("concurrency_exceeded", "dev")
     assert samples(metrics)["refused_total", ("concurrency_exceeded", "dev")] == 1
+
+
+def test_model_names_that_clients_invent_do_not_fill_the_memory(metrics: GatewayMetrics) -> None:
+    for number in range(2000):
+        metrics.finished(Event(model=f"invented-{number}"))
+    seen = samples(metrics)
+    models = {labels[2] for name, labels in seen if name == "requests_total"}
+    assert len(models) == 501
+    assert seen["requests_total", ("chat", "", "other", "ok", "200", "local")] == 1500
