@@ -16,6 +16,7 @@ Headrace serves open language models on your own machine.
   headrace up               serve the bundled model and show how to use it
   headrace serve [MODEL]    serve a model directory, a .gguf file or a hub id, with vLLM's flags
   headrace gateway          one address and one key for many models; `headrace gateway check` tests its configuration
+  headrace key              make, list, revoke and rotate the gateway's keys, and see what they used
   headrace connect TOOL     settings for codex, claude-code, cline, continue, openai or curl
   headrace version          print the version
 
@@ -65,6 +66,12 @@ def _gateway(words: Sequence[str]) -> int:
     return gateway_command(words)
 
 
+def _key(words: Sequence[str]) -> int:
+    from headrace.cli.key import key_command
+
+    return key_command(words)
+
+
 def _connect(words: Sequence[str]) -> int:
     from headrace.cli.connect import connect_command
 
@@ -80,6 +87,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,
     "serve": _serve,
     "gateway": _gateway,
+    "key": _key,
     "connect": _connect,
     "version": _version,
     "--version": _version,

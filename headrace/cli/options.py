@@ -17,6 +17,8 @@ class Option:
     metavar: str = ""
     choices: tuple[str, ...] = ()
     number: tuple[int, int] | None = None
+    many: bool = False
+    """May be given several times; the values are joined by commas."""
 
 
 def parse_options(
@@ -58,7 +60,8 @@ def parse_options(
             wrong = _mistake(option, value)
             if wrong:
                 mistakes.append(f"{written} {value}: {wrong}.")
-            found[option.name] = value
+            before = found.get(option.name)
+            found[option.name] = f"{before},{value}" if option.many and before is not None else value
     for mistake in mistakes:
         print(f"{command}: {mistake}", file=sys.stderr)
     return 2 if mistakes else found
