@@ -114,7 +114,8 @@ def _toml_lines(text: str) -> dict[Key, int]:
                 counts[header] = place + 1
                 lines.setdefault(header, line)
                 header = (*header, place)
-            lines.setdefault(header, line)
+            for length in range(1, len(header) + 1):
+                lines.setdefault(header[:length], line)
         elif "=" in words:
             key = (*header, *_dotted(words[: words.index("=")]))
             for length in range(len(header) + 1, len(key) + 1):

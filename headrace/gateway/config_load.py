@@ -150,7 +150,8 @@ def _read_sections(root: Section) -> Snapshot:
     engines = read_engines(root)
     for spec, upstream in engines:
         if upstream.name in catalogue.upstreams:
-            root.complain("engine", f"and upstreams both have {spec.name!r}; an engine is an upstream by itself.")
+            place = root.place("engine", spec.name)
+            root.problems.error(place, f"engine.{spec.name} is an upstream by itself; rename it or the upstream.")
         catalogue.upstreams[upstream.name] = upstream
     used = managed is not None and (
         (ours is not None and ("base_url" in ours or "urls" in ours)) or _names_managed(root)

@@ -17,7 +17,7 @@ from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from headrace.gateway.snapshot import Condition, Rule, Test
+from headrace.gateway.snapshot import Comparison, Condition, Rule
 from headrace.protocol.errors import nearest
 
 NUMBERS = ("max_tokens", "prompt_tokens", "total_tokens")
@@ -92,31 +92,31 @@ def parse_condition(subject: str, value: object) -> Condition:
     return Condition(subject=subject, tests=tuple(_test(subject, item) for item in values))
 
 
-def _test(subject: str, value: object) -> Test:
+def _test(subject: str, value: object) -> Comparison:
     if isinstance(value, Decimal):
         value = int(value) if value == int(value) else float(value)
     if subject == "stream":
         if isinstance(value, bool):
-            return Test("=", value)
+            return Comparison("=", value)
         raise ValueError(f"must be true or false, but it is {value!r}.")
     if subject in NUMBERS or subject == "tools":
         return _number_test(subject, value)
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be a name, a glob such as 'gpt-*', or a list of them, but it is {value!r}.")
-    return Test("glob" if re.search(r"[*?\[]", value) else "=", value)
+    return Comparison("glob" if re.search(r"[*?\[]", value) else "=", value)
 
 
-def _number_test(subject: str, value: object) -> Test:
+def _number_test(subject: str, value: object) -> Comparison:
     if subject == "tools" and isinstance(value, bool):
-        return Test("=", value)
+        return Comparison("=", value)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return Test("=", value)
+        return Comparison("=", value)
     match = _COMPARISON.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         more = ", true or false" if subject == "tools" else ""
         raise ValueError(f"must be a number or a comparison such as '>4096' or '<= 100'{more}, but it is {value!r}.")
     digits = match[2].replace("_", "")
-    return Test(_OPERATORS[match[1]], float(digits) if "." in digits else int(digits))
+    return Comparison(_OPERATORS[match[1]], float(digits) if "." in digits else int(digits))
 
 
 def matching_rule(rules: tuple[Rule, ...], facts: RequestFacts, model: str | None) -> Rule | None:
@@ -158,7 +158,7 @@ def _found(subject: str, facts: RequestFacts, model: str | None) -> tuple[object
             return () if header is None else (header,)
 
 
-def _passes(test: Test, value: object) -> bool:
+def _passes(test: Comparison, value: object) -> bool:
     if test.operator == "glob":
         return fnmatchcase(str(value), str(test.value))
     if isinstance(test.value, bool) and not isinstance(value, bool):

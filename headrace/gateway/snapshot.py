@@ -142,7 +142,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Comparison:
     """One comparison of a condition."""
 
     operator: Literal["=", "!=", ">", ">=", "<", "<=", "glob"]
@@ -153,13 +153,13 @@ class Test:
 class Condition:
     """One line of a rule's `match`: it holds when one of its tests does.
 
-    {"max_tokens": ">4096"} is Condition(subject="max_tokens", tests=(Test(">", 4096),));
-    {"model": ["gpt-*", "o3"]} is Condition(subject="model", tests=(Test("glob", "gpt-*"), Test("=", "o3"))).
+    {"max_tokens": ">4096"} is Condition(subject="max_tokens", tests=(Comparison(">", 4096),));
+    A list has a test for each of its values: ["gpt-*", "o3"] is (Comparison("glob", "gpt-*"), Comparison("=", "o3")).
     """
 
     subject: str
     """model, max_tokens, prompt_tokens, total_tokens, stream, tools, endpoint, key.tag, key.name or header.NAME."""
-    tests: tuple[Test, ...]
+    tests: tuple[Comparison, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
