@@ -8,7 +8,8 @@ is filled in this order:
    preempt: the sequence ranked last gives up its blocks, goes back to the front of the queue and is computed
    again later, from the prefix cache as far as that still holds.
 2. Prefill, from what is left of the token budget: running sequences with more to compute and waiting ones.
-   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing.
+   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing, and as
+   much time as the decodes take where the device is slow for the target.
 
 Among prefills the rule is *shortest first, but nobody is passed by more than its own length*. Each sequence
 counts the prefill tokens given, before it was done, to others that came later; once these are as many as it
@@ -56,6 +57,8 @@ class _Draft:
 
     room: int
     """Tokens left of the budget."""
+    target_s: float
+    """What the step may take while decodes ride in it."""
     load: StepLoad = field(default_factory=StepLoad)
     num_decodes: int = 0
     num_prefills: int = 0
@@ -184,8 +187,9 @@ class Scheduler:
 
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
-        draft = _Draft(room=self.settings.max_num_batched_tokens)
+        draft = _Draft(self.settings.max_num_batched_tokens, self.settings.step_time_target_s)
         self._serve_decodes(draft)
+        draft.target_s = self._step_target_s(draft)
         self._serve_prefills(draft)
         if not draft.steps and not self._dropped:
             return None
@@ -204,6 +208,14 @@ class Scheduler:
             if seq.state is SequenceState.RUNNING:
                 self._give(draft, seq, 1)
                 draft.num_decodes += 1
+
+    def _step_target_s(self, draft: _Draft) -> float:
+        """The step-time target, stretched to at most twice itself where the decodes alone need more than half of it:
+        prefill then gets as much time as they do. Otherwise a slow device would start requests one by one, and run
+        nearly empty while others queue."""
+        target_s = self.settings.step_time_target_s
+        decodes_s = self.step_time.predict_s(draft.load) if draft.num_decodes else None
+        return target_s if decodes_s is None else max(target_s, min(2 * decodes_s, 2 * target_s))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
@@ -283,7 +295,7 @@ class Scheduler:
         if draft.num_decodes == 0:
             return wanted
         load, first = draft.load, draft.num_prefills == 0
-        in_time = self.step_time.largest_chunk(load, context, wanted, settings.step_time_target_s)
+        in_time = self.step_time.largest_chunk(load, context, wanted, draft.target_s)
         if in_time == wanted:
             return wanted
         if not settings.enable_chunked_prefill:

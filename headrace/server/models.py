@@ -24,6 +24,7 @@ def _card(serving: Serving, name: str) -> dict[str, object]:
         "chat_template": serving.chat_template is not None,
         "dtype": info.dtype if info is not None else None,
         "max_model_len": max_model_len,
+        "step_time_target_s": info.step_time_target_s if info is not None else None,
     }
     return {
         "id": name,

@@ -12,7 +12,7 @@ from tests import stall
 
 def step_time_target_s(url: str) -> float:
     with urllib.request.urlopen(url + "/v1/models") as response:
-        return float(json.load(response)["data"][0]["engine"]["step_time_target_s"])
+        return float(json.load(response)["data"][0]["metadata"]["step_time_target_s"])
 
 
 @pytest.mark.timeout(200)

@@ -224,6 +224,17 @@ def test_decodes_that_exceed_the_target_alone_still_leave_prefill_a_minimum() ->
     assert [tokens_given(plan)[8:] for plan in plans] == [[24]] * 8 + [[8]], "each fills the tile of 32"
 
 
+def test_where_decodes_need_most_of_the_target_prefill_gets_as_much_time_as_they_take() -> None:
+    """A slow device: a tile costs 60 ms, and 80 ms come on top of every step. Ten decodes alone take 140 ms of 150."""
+    run = engine(max_num_batched_tokens=512, num_blocks=4096, step_time_target_s=0.15)
+    run.step_s = lambda plan: 0.08 + 0.06 * StepLoad.of(plan.steps).padded_rows / 32
+    running_decodes(run, count=10)
+    run.add("long", prompt(1500, start=50_000), max_tokens=1)
+    plans = [one(run.step()) for _ in range(12)]
+    assert max(run.step_s(plan) for plan in plans) <= 0.281, "twice what the decodes alone take"
+    assert plans[-1].num_tokens >= 96, "three tiles, where the target itself would leave room for one"
+
+
 def test_the_minimum_chunk_is_half_a_tile_or_more() -> None:
     run = engine(max_num_seqs=40, step_time_target_s=1e-9)
     running_decodes(run, count=31)
