@@ -1,0 +1,229 @@
+"""The attempt loop: one upstream after the other until one answers.
+
+    first upstream ──fails──► again, at most max_retries (another replica, a short wait) ──fails──► next upstream ...
+
+A failure before the first content is never seen by the client. What the caller did wrong (most 4xx) is answered at
+once, and after the first content there is no second attempt. If all fail, the client gets the last one's cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from headrace.gateway import headers, upstream_errors
+from headrace.gateway.breaker import Breaker
+from headrace.gateway.deadline import Deadline
+from headrace.gateway.delivery import Delivery, drain
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.progress import Progress
+from headrace.gateway.request import Request, call_for
+from headrace.gateway.route import Attempt, Route
+from headrace.gateway.snapshot import Plan, Snapshot
+from headrace.gateway.state import GatewayState
+from headrace.gateway.upstream_client import UpstreamAnswer
+from headrace.gateway.upstream_errors import UpstreamFailure
+from headrace.protocol.errors import ApiError
+
+RETRY_AFTER_BUDGET_S = 2.0
+"""A 429 that asks for a longer wait goes to the next upstream."""
+BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+
+class _NoResponsesApi(Exception):
+    """The upstream has turned out to have no /responses."""
+
+
+class Attempts:
+    """The attempts of one request."""
+
+    def __init__(
+        self,
+        state: GatewayState,
+        snapshot: Snapshot,
+        exchange: Exchange,
+        request: Request,
+        route: Route,
+        plan: Plan | None,
+        rate_headers: headers.RawHeaders,
+    ) -> None:
+        self.state = state
+        self.snapshot = snapshot
+        self.exchange = exchange
+        self.request = request
+        self.route = route
+        self.plan = plan
+        self.progress = Progress(route)
+        self._rate_headers = rate_headers
+
+    async def run(self) -> None:
+        """Answers the exchange. Raises ApiError when no upstream did."""
+        if self.request.stream:
+            self.exchange.open_after(self.snapshot.listen.hold_back_s, self.gateway_headers)
+        failure: UpstreamFailure | None = None
+        for place, attempt in enumerate(self.route.attempts):
+            is_last = place == len(self.route.attempts) - 1
+            failure = await self._at(attempt, failure, is_last)
+            if failure is None:
+                return
+            if not failure.falls_back:
+                break
+        raise self._final(failure)
+
+    async def _at(self, attempt: Attempt, before: UpstreamFailure | None, is_last: bool) -> UpstreamFailure | None:
+        """Ask one upstream, again where that may help. None = answered; else why not."""
+        upstream = attempt.upstream
+        replicas = self.state.balancer.order(upstream.name, len(upstream.base_urls), self.request.affinity)
+        failure = before
+        num_tries = 0
+        for number in range(max(upstream.max_retries + 1, len(replicas))):
+            replica = replicas[number % len(replicas)]
+            breaker = self.state.breakers.of((upstream.name, replica, attempt.model))
+            if not breaker.allows(time.monotonic()):
+                if number + 1 >= len(replicas):
+                    break
+                continue
+            if num_tries and replica == replicas[(number - 1) % len(replicas)]:
+                await self._pause(num_tries, failure)
+            num_tries += 1
+            try:
+                await self._once(attempt, replica, breaker)
+                return None
+            except UpstreamFailure as error:
+                failure = error
+                repeats = error.repeats and number < upstream.max_retries and _wait_s(error) <= RETRY_AFTER_BUDGET_S
+                self.progress.causes.append(f"{upstream.name}:{error.error.code}")
+                self.state.metrics.attempt_failed(
+                    upstream.name,
+                    attempt.model,
+                    error.error.code or str(error.error.status),
+                    falls_back=error.falls_back and (repeats or not is_last),
+                )
+                if not repeats:
+                    break
+        if failure is before:  # its breakers let nothing through
+            return before or UpstreamFailure(upstream_errors.none_healthy(self.route.model.name))
+        return failure
+
+    async def _pause(self, num_tries: int, failure: UpstreamFailure | None) -> None:
+        backoff_s = min(BACKOFF_S * 2 ** (num_tries - 1), MAX_BACKOFF_S) * random.uniform(0.8, 1.2)
+        await asyncio.sleep(max(backoff_s, _wait_s(failure)))
+
+    async def _once(self, attempt: Attempt, replica: int, breaker: Breaker) -> None:
+        """One request to one replica. Raises UpstreamFailure when it came to nothing."""
+        progress, upstream = self.progress, attempt.upstream
+        progress.attempt = attempt
+        progress.num_attempts += 1
+        self.state.balancer.began(upstream.name, replica)
+        verdict: bool | None = None
+        first_s: float | None = None
+        try:
+            try:
+                broken = await self._ask(attempt, replica)
+            except _NoResponsesApi:
+                broken = await self._ask(attempt, replica)
+            first_s = progress.ttft_s if self.request.stream else time.perf_counter() - self.exchange.began_s
+            verdict = broken is None
+        except UpstreamFailure as failure:
+            if failure.counts:
+                verdict = False
+            elif failure.error.status < 500 and failure.error.status != 429:
+                verdict = True  # it works, the request was wrong
+            raise
+        finally:
+            self.state.balancer.ended(upstream.name, replica, first_s)
+            if verdict is None:
+                breaker.released()
+            elif verdict:
+                breaker.succeeded(time.monotonic())
+            else:
+                breaker.failed(time.monotonic())
+        if broken is None:
+            progress.outcome = "ok"
+            return
+        progress.outcome = "truncated"
+        progress.causes.append(f"{upstream.name}:{broken.code}")
+        self.state.metrics.attempt_failed(upstream.name, attempt.model, broken.code or "", falls_back=False)
+
+    async def _ask(self, attempt: Attempt, replica: int) -> ApiError | None:
+        """None = answered; an error = broke after the first content. Raises UpstreamFailure before that."""
+        upstream, progress, state = attempt.upstream, self.progress, self.state
+        try:
+            call = call_for(
+                self.request,
+                attempt,
+                self.route.model,
+                self.plan,
+                self.snapshot,
+                native_responses=upstream.name not in state.without_responses,
+            )
+        except ApiError as error:  # this upstream's dialect has no words for it; another's may
+            raise UpstreamFailure(error, counts=False) from None
+        url = upstream.url(call.path, replica)
+        if self.request.query and call.translation is None:
+            url += "?" + self.request.query.decode("latin-1")
+        delivery: Delivery | None = None
+        answer: UpstreamAnswer | None = None
+        progress.reached = True
+        try:
+            with Deadline(upstream, self.exchange, stream=self.request.stream) as deadline:
+                answer = await state.clients.of(upstream).send("POST", url, call.headers, call.body)
+                if not 200 <= answer.status < 300:
+                    body = await answer.read_error()
+                    if answer.status in (404, 405, 501) and self._has_no_responses(call.path, upstream.name, body):
+                        raise _NoResponsesApi
+                    raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
+                delivery = Delivery(
+                    self.exchange, self.request, call, upstream, deadline, progress, self.gateway_headers()
+                )
+                await delivery.deliver(answer)
+                return None
+        except UpstreamFailure as failure:
+            if delivery is not None and delivery.committed:
+                await delivery.break_off(failure.error)
+                return failure.error
+            progress.reached = False
+            raise
+        finally:
+            if answer is not None:
+                if progress.watch is not None and progress.watch.ended and not self.exchange.client_left:
+                    state.spawn(drain(answer))
+                else:
+                    answer.close()
+
+    def _has_no_responses(self, path: str, upstream: str, body: bytes) -> bool:
+        """Whether the upstream turned out to have no Responses API: then chat completions stand in for it."""
+        if path != "/responses" or upstream in self.state.without_responses or upstream_errors.names_model(body):
+            return False
+        self.state.without_responses.add(upstream)
+        return True
+
+    def gateway_headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer says about its way here."""
+        attempt = self.progress.attempt
+        named = [
+            (b"x-gateway-attempts", b"%d" % self.progress.num_attempts),
+            (b"x-gateway-config-generation", b"%d" % self.snapshot.generation),
+        ]
+        if attempt is not None:
+            named.append((b"x-gateway-upstream", _header_value(attempt.upstream.name)))
+            named.append((b"x-gateway-model", _header_value(attempt.model)))
+        return [*named, *self._rate_headers]
+
+    def _final(self, failure: UpstreamFailure | None) -> ApiError:
+        error = failure.error if failure is not None else upstream_errors.none_healthy(self.route.model.name)
+        for name, value in self.gateway_headers():
+            error.headers[name.decode("latin-1")] = value.decode("latin-1")
+        if self.progress.num_attempts > 1:
+            error.headers["x-should-retry"] = "false"
+        return error
+
+
+def _wait_s(failure: UpstreamFailure | None) -> float:
+    return failure.retry_after_s or 0.0 if failure is not None else 0.0
+
+
+def _header_value(text: str) -> bytes:
+    return "".join(c if " " <= c <= "~" else "?" for c in text).encode()

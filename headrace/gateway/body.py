@@ -1,0 +1,137 @@
+"""A request body of which only the outermost level is read.
+
+    {"model": "a", "messages": [...], "x_new": 1}      fields: model, messages, x_new with their places in the text
+
+A change is cut into the text at its place; everything else stays the bytes that the client sent, fields that we do
+not know included. With nothing to change, `changed` returns the very object received.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.protocol import errors, json
+
+_decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode = msgspec.json.Decoder().decode
+encode = msgspec.json.Encoder().encode
+
+_KEY = re.compile(rb'\s*+"((?:[^"\\]++|\\.)*+)"\s*+:\s*+', re.DOTALL)
+_NEXT = re.compile(rb"\s*+([,}])")
+
+
+class Fields:
+    """The outermost fields of a JSON object and where their values stand in `raw`: name -> (start, end)."""
+
+    __slots__ = ("_raws", "_spans", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        """Raises ApiError (400) unless `raw` is one JSON object with distinct keys."""
+        self.raw = raw
+        try:
+            self._raws = _decode_top(raw)
+        except (msgspec.MsgspecError, RecursionError):
+            json.Body(raw)  # raises with line and column
+            raise errors.invalid_json("it is not an object.") from None
+        self._spans = _spans(raw, self._raws)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._raws
+
+    def value(self, name: str) -> Any:
+        """The decoded value; None where it is null or missing."""
+        raw = self._raws.get(name)
+        return None if raw is None else _decode(raw)
+
+    def text(self, name: str) -> bytes:
+        """The value as it stands in the text, b"" where it is missing."""
+        span = self._spans.get(name)
+        return b"" if span is None else self.raw[span[0] : span[1]]
+
+    @property
+    def raws(self) -> dict[str, msgspec.Raw]:
+        """Each value as it stands, to be looked at and not changed."""
+        return self._raws
+
+    def changed(self, changes: Mapping[str, Any]) -> bytes:
+        """The text with these values replaced or, where the field was missing, added at the end."""
+        if not changes:
+            return self.raw
+        cuts: list[tuple[int, int, bytes]] = []
+        added: list[bytes] = []
+        for name, value in changes.items():
+            span = self._spans.get(name)
+            if span is None:
+                added.append(encode(name) + b":" + encode(value))
+            else:
+                cuts.append((*span, encode(value)))
+        parts: list[bytes] = []
+        position = 0
+        for start, end, new in sorted(cuts):
+            parts += (self.raw[position:start], new)
+            position = end
+        if not added:
+            return b"".join([*parts, self.raw[position:]])
+        closing = self.raw.rindex(b"}")
+        separator = b"," if self._raws else b""
+        return b"".join([*parts, self.raw[position:closing], separator, b",".join(added), self.raw[closing:]])
+
+
+def _spans(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]]:
+    """Walks the outermost level, one step per field. Raises ApiError (400) when a key is there twice.
+
+    The walk knows each value from the parser, so it needs no look inside. A second `model` makes the text differ
+    from what the parser kept (one value per key, the last), which the walk meets as a mismatch.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    position = text.index(b"{") + 1
+    after = b","
+    for name, raw in raws.items():
+        key = _KEY.match(text, position)
+        value = bytes(raw)
+        if after != b"," or key is None or not text.startswith(value, key.end()) or not _is(key[1], name):
+            raise _mismatch(text)
+        spans[name] = (key.end(), key.end() + len(value))
+        following = _NEXT.match(text, key.end() + len(value))
+        if following is None:
+            raise _mismatch(text)
+        after, position = following[1], following.end()
+    if raws and after != b"}":
+        raise _mismatch(text)
+    return spans
+
+
+def _is(key: bytes, name: str) -> bool:
+    return bool(_decode(b'"' + key + b'"') == name) if b"\\" in key else key == name.encode()
+
+
+def _mismatch(text: bytes) -> errors.ApiError:
+    json.Body(text)  # raises with the key's name
+    return errors.invalid_json("a key is there twice.")
+
+
+_BOUNDARY = re.compile(rb'boundary="?([^";]+)"?', re.IGNORECASE)
+
+
+def form_field(body: bytes, content_type: bytes, name: str) -> tuple[int, int] | None:
+    """Where the value of a text field stands in a multipart/form-data body, None where it has no such field."""
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
+        return None
+    pattern = re.compile(
+        rb"--"
+        + re.escape(boundary[1])
+        + rb'\r\n(?:[^\r\n]+\r\n)*?content-disposition:[^\r\n]*[; ]name="?'
+        + re.escape(name.encode())
+        + rb'"?(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n',
+        re.IGNORECASE,
+    )
+    head = pattern.search(body)
+    if head is None:
+        return None
+    end = body.find(b"\r\n--" + boundary[1], head.end())
+    return None if end < 0 else (head.end(), end)

@@ -1,0 +1,63 @@
+"""`POST /messages/count_tokens`: the upstream's own count where it speaks Anthropic's dialect, else an estimate.
+
+An estimate says so in the header `x-gateway-estimated`. Whatever happens here, no breaker hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import msgspec
+
+from headrace.gateway import headers
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.forward import check_model, plan_of
+from headrace.gateway.keys import KeyRecord
+from headrace.gateway.paths import Place
+from headrace.gateway.request import Request, read
+from headrace.gateway.route import Attempt, decide
+from headrace.gateway.snapshot import Snapshot
+from headrace.gateway.state import GatewayState
+from headrace.gateway.upstream_client import BrokenAnswer
+from headrace.gateway.upstream_errors import UpstreamFailure
+
+PATIENCE_S = 10.0
+_JSON = (b"content-type", b"application/json")
+
+
+async def count_tokens(
+    state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord
+) -> None:
+    """Raises ApiError for a model that does not exist or that the key may not use."""
+    request = read(exchange, place, await exchange.body(snapshot.listen.max_body_bytes), record)
+    facts = dataclasses.replace(request.facts, endpoint="messages", max_tokens=None)
+    route = decide(snapshot, facts)
+    check_model(state, record, plan_of(snapshot, record), facts.model, route)
+    first = route.attempts[0]
+    counted = await _asked(state, request, first) if first.upstream.dialect == "anthropic" else None
+    if counted is not None:
+        return await exchange.answer(200, counted, [_JSON])
+    body = msgspec.json.encode({"input_tokens": max(1, facts.prompt_tokens)})
+    await exchange.answer(200, body, [_JSON, (b"x-gateway-estimated", b"true")])
+
+
+async def _asked(state: GatewayState, request: Request, attempt: Attempt) -> bytes | None:
+    """The upstream's answer, None where it gives none."""
+    upstream = attempt.upstream
+    sent = headers.to_upstream(
+        request.sent_headers, upstream, request.request_id, dialect="anthropic", content_type="application/json"
+    )
+    assert request.fields is not None
+    body = request.fields.changed({} if request.facts.model == attempt.model else {"model": attempt.model})
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await state.clients.of(upstream).send("POST", upstream.url(request.path), sent, body)
+            try:
+                found = await answer.read_whole(1 << 20)
+            finally:
+                answer.close()
+        count = msgspec.json.decode(found, type=dict[str, msgspec.Raw])
+    except (UpstreamFailure, BrokenAnswer, TimeoutError, msgspec.MsgspecError):
+        return None
+    return found if answer.status == 200 and "input_tokens" in count else None

@@ -1,0 +1,326 @@
+"""Bringing one upstream's answer to the client.
+
+Until the first content is there, whatever goes wrong is an UpstreamFailure and nothing of it has reached the client.
+After that the answer is committed: a failure is told inside the stream, and `deliver` returns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+
+from headrace.gateway import headers, upstream_errors
+from headrace.gateway.body import Fields
+from headrace.gateway.deadline import Deadline
+from headrace.gateway.estimate import estimate_tokens
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.progress import Progress
+from headrace.gateway.request import Call, Request
+from headrace.gateway.snapshot import Upstream
+from headrace.gateway.stream import (
+    DONE,
+    MAX_EVENT_BYTES,
+    Framer,
+    Renaming,
+    Usage,
+    Watch,
+    answer_text,
+    events,
+    is_content,
+    is_usage_only,
+    read_usage,
+)
+from headrace.gateway.translation import encoded
+from headrace.gateway.upstream_client import BrokenAnswer, UpstreamAnswer
+from headrace.gateway.upstream_errors import UpstreamFailure
+from headrace.protocol.errors import ApiError
+
+MAX_HELD_BYTES = 256 * 1024
+DRAIN_S = 1.0
+"""How long the end of a finished stream is waited for, so that its connection can be used again."""
+
+RawHeaders = headers.RawHeaders
+
+_decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode = msgspec.json.Decoder().decode
+
+
+class Delivery:
+    """One attempt's answer on its way."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: Request,
+        call: Call,
+        upstream: Upstream,
+        deadline: Deadline,
+        progress: Progress,
+        gateway_headers: RawHeaders,
+    ) -> None:
+        self.exchange = exchange
+        self.request = request
+        self.call = call
+        self.upstream = upstream
+        self.deadline = deadline
+        self.progress = progress
+        self.gateway_headers = gateway_headers
+        self.committed = False
+        """Content has reached the client."""
+        self._renaming: Renaming | None = None
+        self._translator = call.translation.stream() if call.translation and request.stream else None
+
+    @property
+    def model_shown(self) -> str:
+        return self.request.facts.model or self.progress.route.model.name
+
+    @property
+    def renames(self) -> bool:
+        attempt = self.progress.attempt
+        return attempt is not None and attempt.model != self.model_shown
+
+    async def deliver(self, answer: UpstreamAnswer) -> None:
+        """Raises UpstreamFailure; whether anything had reached the client by then, `committed` says."""
+        if self.request.endpoint.kind == "opaque":
+            return await self._opaque(answer)
+        if not self.request.stream:
+            return await self._whole(answer)
+        kind = answer.content_type
+        if kind != "text/event-stream":
+            body = await answer.read_error()
+            fields = upstream_errors.error_fields(body)
+            if fields:
+                raise upstream_errors.from_error_body(self.upstream, fields)
+            described = upstream_errors.described(body, answer.headers)
+            raise upstream_errors.invalid_response(self.upstream, f"a stream was asked for and {described} came")
+        watch = Watch(self.call.wire)
+        framer = Framer()
+        held = await self._hold_back(answer, watch, framer)
+        self.progress.watch = watch
+        self.committed = True
+        self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
+        self.deadline.began()
+        await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
+        await self.exchange.end(await self._pass_on(answer, watch, framer, held))
+
+    async def break_off(self, error: ApiError) -> None:
+        """Tell the client, inside the stream that has begun, that this is not the whole answer."""
+        if self._translator is not None and not self._translator.is_done:
+            return await self.exchange.end_stream(encoded(self._translator.fail(error)))
+        watch = self.progress.watch
+        await self.exchange.break_off(
+            error,
+            response_id=watch.response_id if watch else None,
+            sequence_number=watch.num_events if watch else 0,
+        )
+
+    # Streams
+
+    async def _hold_back(self, answer: UpstreamAnswer, watch: Watch, framer: Framer) -> bytes:
+        """Everything up to the first content, as the client gets it."""
+        held: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                data = await answer.read()
+            except BrokenAnswer:
+                raise upstream_errors.truncated(self.upstream, " before its first word") from None
+            block = framer.feed(data) if data else framer.rest + b"\n\n"
+            begins = False
+            for event in events(block):
+                value = watch.look(event)
+                self._refuse_broken(watch)
+                begins = begins or (value is not None and is_content(self.call.wire, value))
+                held.append(self._for_client(event, value))
+            size += len(data)
+            if begins or watch.finished or size > MAX_HELD_BYTES:
+                break
+            if watch.ended:
+                raise upstream_errors.invalid_response(self.upstream, "its stream ended without an answer in it")
+            if not data:
+                raise upstream_errors.truncated(self.upstream, " before its first word")
+        if self.renames and watch.model is not None and self._translator is None:
+            self._renaming = Renaming(watch.model, self.model_shown)
+        return self._renamed(b"".join(held))
+
+    async def _pass_on(self, answer: UpstreamAnswer, watch: Watch, framer: Framer, held: bytes) -> bytes:
+        """The rest of the stream. Returns its last bytes, not yet written. Raises UpstreamFailure."""
+        exchange, deadline, translator, renaming = self.exchange, self.deadline, self._translator, self._renaming
+        block = held
+        while not watch.ended:
+            if block:
+                await exchange.write(block)
+            try:
+                data = await answer.read()
+            except BrokenAnswer:
+                raise upstream_errors.truncated(self.upstream) from None
+            if not data:
+                block = self._end_of_body(watch, framer)
+                break
+            deadline.touch()
+            block = framer.feed(data)
+            if block:
+                if translator is not None or watch.marked(block):
+                    block = await self._looked_at(block, watch)
+                elif renaming is not None:
+                    block = renaming.apply(block)
+                exchange.mid_event = False
+            elif len(framer.rest) > MAX_EVENT_BYTES and translator is None:
+                block, framer.rest = framer.rest, b""
+                exchange.mid_event = True
+        if not watch.complete:
+            raise upstream_errors.truncated(self.upstream)
+        if translator is not None:
+            return block + encoded(translator.finish())
+        if self.call.wire == "openai" and not watch.ended:
+            return block + DONE
+        return block
+
+    async def _looked_at(self, block: bytes, watch: Watch) -> bytes:
+        """The events of a block as the client gets them. Raises UpstreamFailure at an error, after what came before."""
+        kept: list[bytes] = []
+        for event in events(block):
+            value = watch.look(event)
+            if watch.error is not None or watch.invalid is not None:
+                if kept:
+                    await self.exchange.write(self._renamed(b"".join(kept)))
+                self._refuse_broken(watch)
+            kept.append(self._for_client(event, value))
+        return self._renamed(b"".join(kept))
+
+    def _end_of_body(self, watch: Watch, framer: Framer) -> bytes:
+        """The connection's stream is over: what is left may be a last event without its blank line."""
+        if not framer.rest.strip():
+            return b""
+        event = framer.rest + b"\n\n"
+        value = watch.look(event)
+        if watch.invalid is not None:
+            raise upstream_errors.truncated(self.upstream)
+        self._refuse_broken(watch)
+        return self._renamed(self._for_client(event, value))
+
+    def _for_client(self, event: bytes, value: dict[str, Any] | None) -> bytes:
+        translator = self._translator
+        if translator is not None:
+            sent = translator.feed(event)
+            if translator.error is not None:
+                raise UpstreamFailure(translator.error)
+            return encoded(sent)
+        if value is not None and not self.request.wants_usage and is_usage_only(value):
+            return b""
+        return event
+
+    def _refuse_broken(self, watch: Watch) -> None:
+        if watch.error is not None:
+            raise upstream_errors.from_error_body(self.upstream, watch.error)
+        if watch.invalid is not None:
+            raise upstream_errors.invalid_response(self.upstream, watch.invalid)
+
+    def _renamed(self, block: bytes) -> bytes:
+        return block if self._renaming is None else self._renaming.apply(block)
+
+    # Whole answers
+
+    async def _whole(self, answer: UpstreamAnswer) -> None:
+        try:
+            body = await answer.read_whole()
+        except BrokenAnswer:
+            raise upstream_errors.truncated(self.upstream) from None
+        top = self._checked(body, answer)
+        progress = self.progress
+        told = top.get("usage")
+        progress.usage = read_usage(_decode(told)) if told is not None else None
+        if self.call.translation is not None:
+            try:
+                body, progress.usage, progress.is_estimate = self.call.translation.answer(body)
+            except ApiError as error:
+                raise UpstreamFailure(error) from None
+        elif self.renames and "model" in top:
+            body = Fields(body).changed({"model": self.model_shown})
+        if progress.usage is None and self.request.endpoint.kind == "generate":
+            inputs = self.request.facts.prompt_tokens
+            progress.usage, progress.is_estimate = Usage(inputs, estimate_tokens(answer_text(_decode(body)))), True
+        self.committed = True
+        passed = [(n, v) for n, v in headers.to_client(list(answer.headers.items())) if n != b"content-type"]
+        await self.exchange.answer(
+            answer.status, body, [(b"content-type", b"application/json"), *passed, *self.gateway_headers]
+        )
+
+    def _checked(self, body: bytes, answer: UpstreamAnswer) -> dict[str, msgspec.Raw]:
+        """The outermost level of an answer that is what was asked for. Raises UpstreamFailure."""
+        try:
+            top = _decode_top(body)
+        except (msgspec.MsgspecError, RecursionError):
+            if self.request.endpoint.name in ("rerank", "score", "classify", "tokenize") and _is_list(body):
+                return {}  # some servers answer these with a bare list
+            described = upstream_errors.described(body, answer.headers)
+            raise upstream_errors.invalid_response(self.upstream, f"{described} came with status 200") from None
+        telling = ("error", "object", "code", "type", "message") if "error" in top or "object" in top else ()
+        error = upstream_errors.error_in({name: _decode(top[name]) for name in telling if name in top})
+        if error:
+            raise upstream_errors.from_error_body(self.upstream, error)
+        lacks = self._lacks(top)
+        if lacks is not None:
+            raise upstream_errors.invalid_response(self.upstream, f"its answer has no `{lacks}`")
+        return top
+
+    def _lacks(self, top: dict[str, msgspec.Raw]) -> str | None:
+        name = self.request.endpoint.name
+        if name in ("chat", "completions", "fim", "messages", "responses"):
+            wanted = {"openai": "choices", "messages": "content", "responses": "output"}[self.call.wire]
+        elif name == "embeddings":
+            wanted = "data"
+        else:
+            return None
+        value = top.get(wanted)
+        if value is None or not _is_list(bytes(value)):
+            return wanted
+        return wanted if wanted == "choices" and not _decode_list(value) else None
+
+    # Answers that nobody looks into
+
+    async def _opaque(self, answer: UpstreamAnswer) -> None:
+        try:
+            data = await answer.read()
+        except BrokenAnswer:
+            raise upstream_errors.truncated(self.upstream) from None
+        if answer.content_type == "text/html":
+            described = upstream_errors.described(data, answer.headers)
+            raise upstream_errors.invalid_response(self.upstream, f"{described} came with status 200")
+        if answer.content_type == "application/json" and upstream_errors.error_fields(data) and b'"error"' in data:
+            raise upstream_errors.from_error_body(self.upstream, upstream_errors.error_fields(data))
+        self.committed = True
+        self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
+        passed = headers.to_client(list(answer.headers.items()))
+        await self.exchange.stream(answer.status, [*passed, *self.gateway_headers], events=False)
+        self.deadline.began()
+        try:
+            while data:
+                await self.exchange.write(data)
+                data = await answer.read()
+                self.deadline.touch()
+        except BrokenAnswer:
+            raise upstream_errors.truncated(self.upstream) from None
+        await self.exchange.end()
+
+
+def _is_list(text: bytes) -> bool:
+    try:
+        _decode_list(text)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+async def drain(answer: UpstreamAnswer) -> None:
+    """Read what is left of a finished answer, for a moment, so that its connection goes back to the pool."""
+    with contextlib.suppress(BrokenAnswer, TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            while await answer.read():
+                pass
+    answer.close()

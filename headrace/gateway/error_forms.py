@@ -1,0 +1,59 @@
+"""Errors as each dialect writes them: as a body, and inside a stream that has begun.
+
+OpenAI: `data: {"error": {...}}` and no [DONE]; Anthropic: `event: error`; Responses: `response.failed`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.gateway.paths import ErrorForm
+from headrace.protocol.errors import ApiError
+
+_encode = msgspec.json.Encoder().encode
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def anthropic_payload(error: ApiError, request_id: str) -> dict[str, object]:
+    kind = _ANTHROPIC_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    inner = {"type": kind, "message": error.message, "code": error.code}
+    return {"type": "error", "error": inner, "request_id": request_id, "message": error.message}
+
+
+def body(error: ApiError, form: ErrorForm, request_id: str) -> bytes:
+    return _encode(anthropic_payload(error, request_id)) if form == "anthropic" else error.body()
+
+
+def in_band(
+    error: ApiError, form: ErrorForm, request_id: str, *, response_id: str | None = None, sequence_number: int = 0
+) -> bytes:
+    """The last event of a stream that broke."""
+    if form == "anthropic":
+        return b"event: error\ndata: " + _encode(anthropic_payload(error, request_id)) + b"\n\n"
+    if form == "responses":
+        failure = {"code": error.code or "server_error", "message": error.message}
+        response = {"id": response_id or f"resp_{request_id}", "object": "response", "status": "failed"}
+        value = {
+            "type": "response.failed",
+            "sequence_number": sequence_number,
+            "response": {**response, "error": failure, "output": [], "usage": None},
+        }
+        return b"event: response.failed\ndata: " + _encode(value) + b"\n\n"
+    return b"data: " + _encode({"error": error.payload()["error"]}) + b"\n\n"
+
+
+def keep_alive(form: ErrorForm) -> bytes:
+    """What tells the client and the boxes between that the connection lives."""
+    return b'event: ping\ndata: {"type": "ping"}\n\n' if form == "anthropic" else b": keep-alive\n\n"

@@ -1,0 +1,230 @@
+"""Files, batches and stored responses: they live at the upstream that made them.
+
+The id that a client gets names that upstream, so any worker finds it again without a table:
+
+    upstream "cloud" answers {"id": "file-abc", ...}    the client gets {"id": "file-abc~Y2xvdWQ", ...}
+
+Where no id says so, the upstream is the one of the request's `model` (a form field or ?model=), else the default one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
+
+from headrace.gateway import headers, upstream_errors
+from headrace.gateway.body import Fields, form_field
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.forward import check_model, plan_of
+from headrace.gateway.keys import KeyRecord
+from headrace.gateway.paths import Place
+from headrace.gateway.route import decide, default_model
+from headrace.gateway.rules import RequestFacts
+from headrace.gateway.snapshot import Snapshot, Upstream
+from headrace.gateway.state import GatewayState
+from headrace.gateway.upstream_client import BrokenAnswer, UpstreamAnswer
+from headrace.gateway.upstream_errors import UpstreamFailure
+from headrace.protocol.errors import ApiError
+
+_OWNED = re.compile(r"(?P<id>.+)~(?P<owner>[A-Za-z0-9_-]+)")
+_ID_FIELDS = ("id", "input_file_id", "output_file_id", "error_file_id", "first_id", "last_id")
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:=@+-]{1,200}")
+_JSON = "application/json"
+
+
+def owned_id(id: str, upstream: str) -> str:
+    """The id that clients get for `id` of an upstream."""
+    return f"{id}~{base64.urlsafe_b64encode(upstream.encode()).decode().rstrip('=')}"
+
+
+def split_id(id: str) -> tuple[str, str | None]:
+    """The id at its upstream, and the upstream's name; None for an id that names none."""
+    match = _OWNED.fullmatch(id)
+    if match is None:
+        return id, None
+    try:
+        owner = base64.urlsafe_b64decode(match["owner"] + "=" * (-len(match["owner"]) % 4)).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return id, None
+    return match["id"], owner
+
+
+async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord) -> None:
+    """POST and GET /files, GET and DELETE /files/{id}, GET /files/{id}/content."""
+    body = await exchange.body(snapshot.listen.max_body_bytes) if exchange.method == "POST" else None
+    path, owner = _path(place)
+    model = _query(exchange).get("model")
+    content_type = exchange.headers.get(b"content-type", b"")
+    span = form_field(body, content_type, "model") if body is not None else None
+    if body is not None and span is not None:
+        model = body[span[0] : span[1]].decode("utf-8", "replace")
+    upstream = _upstream(state, snapshot, record, owner, model)
+    await _pass(state, exchange, upstream, path, body, content_type.decode("latin-1") or None)
+
+
+async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord) -> None:
+    """POST and GET /batches, GET /batches/{id}, POST /batches/{id}/cancel."""
+    body = await exchange.body(snapshot.listen.max_body_bytes) if exchange.method == "POST" else None
+    path, owner = _path(place)
+    if body and place.id is None:
+        fields = Fields(body)
+        file_id = fields.value("input_file_id") if "input_file_id" in fields else None
+        if isinstance(file_id, str):
+            plain, owner = split_id(file_id)
+            body = fields.changed({"input_file_id": plain})
+    upstream = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
+    await _pass(state, exchange, upstream, path, body, _JSON if body else None)
+
+
+async def stored_response(
+    state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord
+) -> None:
+    """GET, DELETE, cancel and input items of a response. Its id is the upstream's own, so those that may have it are
+    asked one after the other."""
+    body = await exchange.body(snapshot.listen.max_body_bytes) if exchange.method == "POST" else None
+    path, owner = _path(place)
+    first = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
+    others = [u for u in _reachable(state, snapshot, record) if u.dialect == "openai" and u.name != first.name]
+    candidates = [first] if owner is not None else [first, *others]
+    for upstream in candidates:
+        is_last = upstream is candidates[-1]
+        try:
+            await _pass(state, exchange, upstream, path, body, _JSON if body else None, keeps_ids=True)
+            return
+        except ApiError as error:
+            if is_last or error.status not in (404, 502) or exchange.status is not None:
+                raise
+
+
+def _path(place: Place) -> tuple[str, str | None]:
+    """The upstream's path, and the owner that the id names."""
+    if place.id is None:
+        return place.endpoint.path, None
+    plain, owner = split_id(place.id)
+    if not _SAFE_ID.fullmatch(plain) or set(plain) == {"."}:
+        raise ApiError(404, f"There is no {place.id[:80]} here.", code="not_found", param="id")
+    return place.endpoint.path.replace("{id}", plain), owner
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    return dict(parse_qsl(exchange.query.decode("latin-1")))
+
+
+def _reachable(state: GatewayState, snapshot: Snapshot, record: KeyRecord) -> list[Upstream]:
+    """Upstreams that serve at least one model that the key may use, the default one first."""
+    plan = plan_of(snapshot, record)
+    found: dict[str, Upstream] = {}
+    default = snapshot.upstreams.get(snapshot.default_upstream or "")
+    if default is not None:
+        found[default.name] = default
+    for name, model in snapshot.models.items():
+        try:
+            state.keys.check_model(record, plan, name)
+        except ApiError:
+            continue
+        for target in model.targets:
+            found.setdefault(target.upstream, snapshot.upstreams[target.upstream])
+    return list(found.values())
+
+
+def _upstream(
+    state: GatewayState, snapshot: Snapshot, record: KeyRecord, owner: str | None, model: str | None
+) -> Upstream:
+    """Where the request goes. Raises ApiError 404 for an owner that is gone or that the key does not reach."""
+    reachable = _reachable(state, snapshot, record)
+    if owner is not None:
+        for upstream in reachable:
+            if upstream.name == owner:
+                return upstream
+        raise ApiError(404, "The upstream that this id belongs to is no longer here.", code="not_found", param="id")
+    name = model or default_model(snapshot)
+    if name is not None:
+        facts = RequestFacts(endpoint="files", model=name, key_name=record.name, key_tags=record.tags)
+        route = decide(snapshot, facts)
+        check_model(state, record, plan_of(snapshot, record), name, route)
+        return route.attempts[0].upstream
+    if not reachable:
+        raise ApiError(404, "This key may use no model, so there is no upstream for this.", code="not_found")
+    return reachable[0]
+
+
+async def _pass(
+    state: GatewayState,
+    exchange: Exchange,
+    upstream: Upstream,
+    path: str,
+    body: bytes | None,
+    content_type: str | None,
+    *,
+    keeps_ids: bool = False,
+) -> None:
+    """One request as it is; ids in a JSON answer get their owner. Raises ApiError."""
+    sent = headers.to_upstream(
+        exchange.raw_headers, upstream, exchange.request_id, dialect=upstream.dialect, content_type=content_type
+    )
+    pairs = [(n, v) for n, v in parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True) if n != "model"]
+    query = urlencode([(n, split_id(v)[0] if n in ("after", "before") else v) for n, v in pairs])
+    url = upstream.url(path) + (f"?{query}" if query else "")
+    method = "GET" if exchange.method == "HEAD" else exchange.method
+    exchange.answer_headers.append((b"x-gateway-upstream", upstream.name.encode("ascii", "replace")))
+    with exchange.leaving():
+        try:
+            async with asyncio.timeout(upstream.timeouts.total_s):
+                answer = await state.clients.of(upstream).send(method, url, sent, body)
+                try:
+                    await _relay(exchange, upstream, answer, None if keeps_ids else upstream.name)
+                finally:
+                    answer.close()
+        except UpstreamFailure as failure:
+            raise failure.error from None
+        except TimeoutError:
+            raise upstream_errors.timed_out(upstream, "total", upstream.timeouts.total_s).error from None
+
+
+async def _relay(exchange: Exchange, upstream: Upstream, answer: UpstreamAnswer, owner: str | None) -> None:
+    if not 200 <= answer.status < 300:
+        body = await answer.read_error()
+        raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
+    passed = headers.to_client(list(answer.headers.items()))
+    if answer.content_type == "text/html":
+        raise upstream_errors.invalid_response(upstream, "an HTML page came with status 200")
+    try:
+        if answer.content_type == _JSON and exchange.path.rstrip("/").rpartition("/")[2] != "content":
+            body = await answer.read_whole()
+            if owner is not None:
+                body = _renamed(body, owner)
+            return await exchange.answer(answer.status, body, passed)
+        data = await answer.read()
+        await exchange.stream(answer.status, passed, events=False)
+        while data:
+            await exchange.write(data)
+            data = await answer.read()
+        await exchange.end()
+    except BrokenAnswer:
+        raise upstream_errors.truncated(upstream) from None
+
+
+def _renamed(body: bytes, owner: str) -> bytes:
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return body
+    _rename(value, owner)
+    return msgspec.json.encode(value)
+
+
+def _rename(value: Any, owner: str) -> None:
+    if not isinstance(value, dict):
+        return
+    for name in _ID_FIELDS:
+        if isinstance(value.get(name), str) and value[name]:
+            value[name] = owned_id(value[name], owner)
+    if isinstance(value.get("data"), list):
+        for item in value["data"]:
+            _rename(item, owner)
