@@ -88,6 +88,41 @@ files = st.fixed_dictionaries(
 )
 
 
+places = st.sampled_from(["a", "b", "m", "n", "x"])
+plausible_rule = st.fixed_dictionaries(
+    {
+        "match": st.dictionaries(st.sampled_from(["max_tokens", "tools"]), st.sampled_from([">4", 5]), max_size=2)
+        | st.fixed_dictionaries({"model": st.sampled_from(["m", "n", "*", "x"])}),
+        "target": places,
+    },
+    optional={"fallback": st.lists(places, max_size=2)},
+)
+plausible_model = st.fixed_dictionaries(
+    {"upstream": st.sampled_from(["a", "b", "http://other:2/v1"])},
+    optional={
+        "upstream_model": st.sampled_from(["m", "n"]),
+        "fallbacks": st.lists(places | st.just("managed"), max_size=2),
+        "context_window": st.sampled_from([4, 8192]),
+        "aliases": st.lists(st.sampled_from(["z", "zz"]), max_size=2),
+    },
+)
+plausible = st.fixed_dictionaries(
+    {"upstreams": st.fixed_dictionaries({"a": good_upstream, "b": good_upstream})},
+    optional={
+        "models": st.fixed_dictionaries({"x": plausible_model}),
+        "default_model": places,
+        "routing": st.fixed_dictionaries(
+            {},
+            optional={
+                "default": places,
+                "fallback": st.lists(places, max_size=2),
+                "rules": st.lists(plausible_rule, max_size=2),
+            },
+        ),
+    },
+)
+
+
 def load(path: Path) -> Snapshot | tuple[str, ...]:
     """The snapshot, or the complaints."""
     try:
@@ -105,7 +140,7 @@ def status(snapshot: Snapshot, model: str | None) -> int:
 
 
 @settings(max_examples=300, deadline=None)
-@given(files)
+@given(files | plausible)
 @example({"upstreams": {"a": {"base_url": "http://h:1", "models": "m"}}, "routing": {"default": "a", "fallback": "a"}})
 @example({"models": {"m": {"upstream": "http://h:1/v1", "fallbacks": ["m", "managed", 3, {"upstream": "zzz"}]}}})
 def test_a_file_is_a_snapshot_or_complaints(content: dict[str, Any]) -> None:
@@ -124,6 +159,7 @@ def test_a_file_is_a_snapshot_or_complaints(content: dict[str, Any]) -> None:
     if not found.rules:
         assert {status(found, name) for name in [*found.models, *found.aliases]} <= {200}
     assert status(found, None) in (200, 400, 404)
+    assert found.default_model is None or status(found, None) in (200, 404 if found.rules else 200)
     assert status(found, "unknown") in (200, 404)
 
 
