@@ -19,7 +19,7 @@ help:
 	@echo 'make run            serve the bundled model and say where'
 	@echo 'make setup          everything into .venv: the server, the tests, the lint tools'
 	@echo 'make test           tests that need pip packages only'
-	@echo 'make test-services  tests with other programs: Node.js and the npm client'
+	@echo 'make test-services  tests with other programs: Node.js with npm clients, PostgreSQL'
 	@echo 'make test-long      soak tests'
 	@echo 'make test-gpu       tests for a machine with an NVIDIA GPU'
 	@echo 'make lint           ruff, mypy, import-linter'
@@ -56,6 +56,7 @@ test: $(VENV)/.dev-stamp
 
 test-services: $(VENV)/.dev-stamp
 	@for program in node npm; do command -v $$program >/dev/null || { echo "tests/services needs $$program (Debian, Ubuntu: apt-get install nodejs npm)" >&2; exit 2; }; done
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || { echo "tests/services needs PostgreSQL (Debian, Ubuntu: apt-get install postgresql)" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/services $(ARGS)
 
 test-long: $(VENV)/.dev-stamp

@@ -51,6 +51,8 @@ def parse_options(
             near = closest(written.lstrip("-"), known)
             hint = f"Did you mean --{near}?" if near else f"`{command} --help` lists the options."
             mistakes.append(f"unknown option {written}. {hint}")
+            if not equals and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # most likely its value
         elif not option.metavar:
             found[option.name] = "true"
         elif not equals and (not rest or rest[0].startswith("--")):
