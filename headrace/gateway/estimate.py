@@ -29,7 +29,7 @@ def estimate_tokens(text: bytes) -> int:
     attachments = 0
     if len(text) > 1024 and b"base64" in text:
         text, attachments = _BASE64_RUN.subn(b"", text)
-    cjk = len(text) - len(text.translate(None, _CJK_FIRST_BYTES))
+    cjk = 0 if text.isascii() else len(text) - len(text.translate(None, _CJK_FIRST_BYTES))
     escaped = text.count(b"\\u")
     plain = len(text) - 3 * cjk - 6 * escaped
     return round(

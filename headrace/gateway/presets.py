@@ -39,8 +39,12 @@ SAME_FIELD: dict[str, str] = {
 }
 """Other names of these fields in requests and settings files."""
 
-_OPENAI = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens", "seed", "stop"})
-_OPENAI_TOO = frozenset({"reasoning_effort", "verbosity"})
+_OPENAI = frozenset(
+    "temperature top_p presence_penalty frequency_penalty max_tokens seed stop reasoning_effort verbosity".split()
+)
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    name: (name, *(other for other, same in SAME_FIELD.items() if same == name)) for name in FIELDS
+}
 _ALL = frozenset(FIELDS)
 
 # The name of each field at an endpoint; a field that is not listed does not exist there.
@@ -78,28 +82,39 @@ def apply_presets(
     names = _NAMES.get(endpoint)
     if names is None or not any(layers):
         return fields if isinstance(fields, dict) else dict(fields)
-    present = {SAME_FIELD.get(name, name) for name, raw in fields.items() if bytes(raw) != _NULL}
     added: dict[str, msgspec.Raw] = {}
     for name, value in _merged(layers).items():
-        if name in present or name not in names:
+        if name not in names or _is_given(fields, name):
             continue
-        if not extended and endpoint in ("chat", "completions") and name not in _OPENAI | _OPENAI_TOO:
+        if not extended and name not in _OPENAI and endpoint in ("chat", "completions"):
             continue
         if name == "max_tokens" and room_tokens is not None and value > room_tokens:
             continue
-        if name == "top_p" and one_of_temperature_and_top_p and (present | added.keys()) & {"temperature"}:
-            continue
         wire = [value] if name == "stop" and endpoint == "messages" and isinstance(value, str) else value
         added[names[name]] = msgspec.Raw(msgspec.json.encode(wire))
+    if (
+        one_of_temperature_and_top_p
+        and "top_p" in added
+        and ("temperature" in added or _is_given(fields, "temperature"))
+    ):
+        del added["top_p"]
     if not added:
         return fields if isinstance(fields, dict) else dict(fields)
     return {**fields, **added}
 
 
+def _is_given(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
+    """Whether the request has the field under any of its names, and not as null."""
+    for spelled in _SPELLINGS[name]:
+        raw = fields.get(spelled)
+        if raw is not None and bytes(raw) != _NULL:
+            return True
+    return False
+
+
 def _merged(layers: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
-    """One value a field, of the first layer that has it; temperature before top_p."""
+    """One value a field, of the first layer that has it."""
     merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in layer.items():
-            merged.setdefault(name, value)
-    return dict(sorted(merged.items()))
+    for layer in reversed(layers):
+        merged.update(layer)
+    return merged

@@ -58,12 +58,8 @@ class Route:
 def decide(snapshot: Snapshot, facts: RequestFacts) -> Route:
     """Raises ApiError: 400 missing_model, 404 model_not_found with the nearest name."""
     name = requested_model(snapshot, facts)
-    rule = matching_rule(snapshot.rules, facts, name)
-    if rule is not None:
-        found = list(_by_rule(snapshot, rule, name, facts.endpoint))
-    else:
-        found = list(_by_name(snapshot, name, facts.endpoint))
-    attempts = _distinct(found)
+    rule = matching_rule(snapshot.rules, facts, name) if snapshot.rules else None
+    attempts = _attempts(snapshot, rule, name, facts.endpoint)
     if not attempts:
         raise model_not_found(facts.model or name, model_names(snapshot, facts.visible_models))
     fitting, too_small = _fitting(attempts, facts)
@@ -120,6 +116,19 @@ def mapped_model(snapshot: Snapshot, upstream: Upstream, name: str, endpoint: st
     if endpoint not in GENERATING:
         return None
     return snapshot.fallback_models.get(upstream.name, upstream.models[0])
+
+
+def _attempts(snapshot: Snapshot, rule: Rule | None, name: str, endpoint: str) -> tuple[Attempt, ...]:
+    """All places to ask, without regard to size: for a known name they depend on rule, name and kind of endpoint."""
+    key = (rule, name, endpoint if endpoint in GENERATING else "other")
+    known: tuple[Attempt, ...] | None = snapshot.memo.get(key)
+    if known is not None:
+        return known
+    found = _by_name(snapshot, name, endpoint) if rule is None else _by_rule(snapshot, rule, name, endpoint)
+    attempts = _distinct(found)
+    if name in snapshot.models:
+        snapshot.memo[key] = attempts
+    return attempts
 
 
 def _by_rule(snapshot: Snapshot, rule: Rule, name: str, endpoint: str) -> Iterator[Attempt]:
@@ -200,8 +209,10 @@ def _fitting(attempts: tuple[Attempt, ...], facts: RequestFacts) -> tuple[tuple[
     if facts.endpoint not in GENERATING:
         return attempts, ()
     needed = facts.prompt_tokens + (facts.max_tokens or 0)
+    if all(attempt.context_window is None or needed <= attempt.context_window for attempt in attempts):
+        return attempts, ()
     fits = [attempt.context_window is None or needed <= attempt.context_window for attempt in attempts]
-    if all(fits) or not any(fits):
+    if not any(fits):
         return attempts, ()
     too_small = tuple(attempt.upstream.name for attempt, fit in zip(attempts, fits, strict=True) if not fit)
     return tuple(attempt for attempt, fit in zip(attempts, fits, strict=True) if fit), too_small

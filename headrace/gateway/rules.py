@@ -128,8 +128,11 @@ def matching_rule(rules: tuple[Rule, ...], facts: RequestFacts, model: str | Non
 
 
 def holds(condition: Condition, facts: RequestFacts, model: str | None) -> bool:
-    found = _found(condition.subject, facts, model)
-    return any(_passes(test, value) for value in found for test in condition.tests)
+    for value in _found(condition.subject, facts, model):
+        for test in condition.tests:
+            if _passes(test, value):
+                return True
+    return False
 
 
 def _found(subject: str, facts: RequestFacts, model: str | None) -> tuple[object, ...]:

@@ -268,6 +268,8 @@ class Snapshot:
     warnings: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     """Every file it was read from, ${file:} secrets included; what a reload watches."""
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Attempts already worked out, by what they depend on; filled by `route`, bounded by the names there are."""
 
 
 def _slashed(path: str) -> str:
