@@ -100,13 +100,13 @@ class Delivery:
             raise upstream_errors.invalid_response(self.upstream, f"a stream was asked for and {described} came")
         watch = Watch(self.call.wire)
         framer = Framer()
-        held = await self._hold_back(answer, watch, framer)
+        held, unseen = await self._hold_back(answer, watch, framer)
         self.progress.watch = watch
         self.committed = True
         self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
         self.deadline.began()
         await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
-        await self.exchange.end(await self._pass_on(answer, watch, framer, held))
+        await self.exchange.end(await self._pass_on(answer, watch, framer, held, unseen))
 
     async def break_off(self, error: ApiError) -> None:
         """Tell the client, inside the stream that has begun, that this is not the whole answer."""
@@ -121,21 +121,25 @@ class Delivery:
 
     # Streams
 
-    async def _hold_back(self, answer: UpstreamAnswer, watch: Watch, framer: Framer) -> bytes:
-        """Everything up to the first content, as the client gets it."""
+    async def _hold_back(self, answer: UpstreamAnswer, watch: Watch, framer: Framer) -> tuple[bytes, bytes]:
+        """Everything up to the first content as the client gets it, and events behind it that came along with it."""
         held: list[bytes] = []
         size = 0
-        while True:
+        begins = False
+        unseen: list[bytes] = []
+        while not begins:
             try:
                 data = await answer.read()
             except BrokenAnswer:
                 raise upstream_errors.truncated(self.upstream, " before its first word") from None
             block = framer.feed(data) if data else framer.rest + b"\n\n"
-            begins = False
             for event in events(block):
+                if begins:
+                    unseen.append(event)
+                    continue
                 value = watch.look(event)
                 self._refuse_broken(watch)
-                begins = begins or (value is not None and is_content(self.call.wire, value))
+                begins = value is not None and is_content(self.call.wire, value)
                 held.append(self._for_client(event, value))
             size += len(data)
             if begins or watch.finished or size > MAX_HELD_BYTES:
@@ -146,12 +150,19 @@ class Delivery:
                 raise upstream_errors.truncated(self.upstream, " before its first word")
         if self.renames and watch.model is not None and self._translator is None:
             self._renaming = Renaming(watch.model, self.model_shown)
-        return self._renamed(b"".join(held))
+        return self._renamed(b"".join(held)), b"".join(unseen)
 
-    async def _pass_on(self, answer: UpstreamAnswer, watch: Watch, framer: Framer, held: bytes) -> bytes:
+    async def _pass_on(self, answer: UpstreamAnswer, watch: Watch, framer: Framer, held: bytes, unseen: bytes) -> bytes:
         """The rest of the stream. Returns its last bytes, not yet written. Raises UpstreamFailure."""
-        exchange, deadline, translator, renaming = self.exchange, self.deadline, self._translator, self._renaming
+        exchange, deadline, renaming = self.exchange, self.deadline, self._renaming
+        looks = self._translator is not None
         block = held
+        if unseen:
+            if looks or watch.marked(unseen):
+                await exchange.write(held)
+                block = await self._looked_at(unseen, watch)
+            else:
+                block = held + self._renamed(unseen)
         while not watch.ended:
             if block:
                 await exchange.write(block)
@@ -165,18 +176,18 @@ class Delivery:
             deadline.touch()
             block = framer.feed(data)
             if block:
-                if translator is not None or watch.marked(block):
+                if looks or watch.marked(block):
                     block = await self._looked_at(block, watch)
                 elif renaming is not None:
                     block = renaming.apply(block)
                 exchange.mid_event = False
-            elif len(framer.rest) > MAX_EVENT_BYTES and translator is None:
+            elif len(framer.rest) > MAX_EVENT_BYTES and not looks:
                 block, framer.rest = framer.rest, b""
                 exchange.mid_event = True
         if not watch.complete:
             raise upstream_errors.truncated(self.upstream)
-        if translator is not None:
-            return block + encoded(translator.finish())
+        if self._translator is not None:
+            return block + encoded(self._translator.finish())
         if self.call.wire == "openai" and not watch.ended:
             return block + DONE
         return block
