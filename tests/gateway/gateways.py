@@ -214,7 +214,7 @@ class ThreadedGateway:
     def wait_until_idle(self, timeout_s: float = 5) -> bool:
         """Until no request is being answered and no slot is taken."""
         deadline = time.monotonic() + timeout_s
-        while self.state.num_open or self.state.limiter.in_flight:
+        while self.state.num_open or self.state.limiter.in_flight():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)

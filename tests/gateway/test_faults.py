@@ -3,6 +3,8 @@ billed. No fault may look like a whole answer, and none may leave a slot behind.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import json
 import socket
 import time
@@ -17,8 +19,8 @@ from tests.gateway.fake_upstream import FakeUpstream, black_hole, refused_url
 from tests.gateway.gateways import ThreadedGateway, abort_many, provider, providers, threaded_gateway
 from tests.gateway.replies import Reply
 
-SHORT = {"connect": 0.4, "first_token": 0.5, "idle": 0.5, "total": 4}
-"""Seconds; a fault test waits for one of them."""
+SHORT = {"connect": 0.4, "first_token": 0.4, "idle": 0.4, "total": 0.8}
+"""Seconds; a fault test waits for one of them. A whole answer is silent until it is there: only the total counts."""
 
 INPUT_TOKENS, OUTPUT_TOKENS = replies.USAGE
 
@@ -159,8 +161,8 @@ def test_missing_usage_is_counted_here_and_marked_estimated(parts: Set, way: Way
 BEFORE: dict[str, tuple[Callable[[Way, bool], Reply], int, str]] = {
     "closes without an answer": (lambda w, s: w.reply(s).cut_before_headers(), 502, "upstream_unreachable"),
     "resets without an answer": (lambda w, s: w.reply(s).cut_before_headers().by_reset(), 502, "upstream_unreachable"),
-    "says nothing": (lambda w, s: w.reply(s).stall_before_headers(), 504, "upstream_timeout_first_token"),
-    "stops after its headers": (lambda w, s: w.reply(s).stall_after_headers(), 504, "upstream_timeout_first_token"),
+    "says nothing": (lambda w, s: w.reply(s).stall_before_headers(), 504, "upstream_timeout"),
+    "stops after its headers": (lambda w, s: w.reply(s).stall_after_headers(), 504, "upstream_timeout"),
     "HTML 502": (lambda w, s: replies.html(502), 502, "upstream_invalid_response"),
     "HTML 200": (lambda w, s: replies.html(200), 502, "upstream_invalid_response"),
     "empty 200": (lambda w, s: replies.empty_200(), 502, "upstream_invalid_response"),
@@ -182,6 +184,8 @@ def test_a_fault_before_content_is_a_proper_error_and_costs_nothing(
 ) -> None:
     build, status, code = BEFORE[fault]
     parts.upstream(way).answer = build(way, stream)
+    if code == "upstream_timeout":
+        code = "upstream_timeout_first_token" if stream else "upstream_timeout_total"
     answer = ask(parts.alone.client, way, stream=stream)
     assert_refused(answer, status, code, way=way)
     event = parts.alone.event(answer)
@@ -253,7 +257,7 @@ def test_a_connection_that_is_never_accepted_times_out_by_its_own_limit(tmp_path
 
 
 def test_an_upstream_that_accepts_slowly_is_waited_for(tmp_path) -> None:
-    with FakeUpstream(accept_after_s=0.2) as upstream:
+    with FakeUpstream(accept_after_s=0.1) as upstream:
         config = providers(fake=provider(upstream.url, timeouts=SHORT, max_retries=0))
         with threaded_gateway(tmp_path, config) as gateway:
             assert ask(gateway.client, Way("chat", "openai"), stream=True).is_complete
@@ -262,34 +266,32 @@ def test_an_upstream_that_accepts_slowly_is_waited_for(tmp_path) -> None:
 # Faults after content
 
 
-AFTER: dict[str, tuple[Callable[[Reply], Reply], str]] = {
-    "cut": (lambda reply: reply.cut(2), "upstream_stream_truncated"),
-    "reset": (lambda reply: reply.cut(2).by_reset(), "upstream_stream_truncated"),
-    "stall": (lambda reply: reply.stall(2), "upstream_timeout_idle"),
-    "ends cleanly but unfinished": (lambda reply: unfinished(reply, 2), "upstream_stream_truncated"),
+AFTER: dict[str, tuple[Callable[[Reply], Reply], str, str]] = {
+    "cut": (lambda reply: reply.cut(2), "upstream_stream_truncated", "incomplete"),
+    "reset": (lambda reply: reply.cut(2).by_reset(), "upstream_stream_truncated", "incomplete"),
+    "stall": (lambda reply: reply.stall(2), "upstream_timeout_idle", "fell silent"),
+    "ends cleanly but unfinished": (lambda reply: unfinished(reply, 2), "upstream_stream_truncated", "incomplete"),
 }
+"""What happens, the code, and a part of the message. Only OpenAI's errors have a free code."""
 
 
 def unfinished(reply: Reply, deltas: int) -> Reply:
     """The HTTP body is complete, the answer in it is not."""
-    return Reply(
-        content_type=reply.content_type,
-        framing="chunked",
-        parts=reply.parts[: reply.preamble + deltas],
-        preamble=reply.preamble,
-    )
+    return dataclasses.replace(reply, parts=reply.parts[: reply.preamble + deltas])
 
 
 @ways
 @pytest.mark.parametrize("fault", AFTER)
 def test_a_stream_that_breaks_is_an_error_the_client_sees(parts: Set, way: Way, fault: str) -> None:
-    damage, code = AFTER[fault]
+    damage, code, words = AFTER[fault]
     reply = way.stream("Falling ", "water ", "does ", "it.")
     parts.upstream(way).answer = damage(reply)
     answer = ask(parts.alone.client, way, stream=True)
     assert answer.status == 200
     assert answer.text == "Falling water "
-    assert answer.error is not None and answer.code == code, answer.events[-2:]
+    assert answer.error is not None and words in answer.error["message"]
+    if way.client in ("chat", "completions"):
+        assert answer.code == code
     assert not answer.is_complete and not any(event.get("type") == "[DONE]" for event in answer.events)
     event = parts.alone.event(answer)
     assert event.outcome == "truncated" and event.estimated
@@ -303,9 +305,7 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_as_an_error(parts: Set, way:
     data = b"data: " + json.dumps({"type": "error", **broken}).encode() + b"\n\n"
     head = b"event: error\n" if way.upstream == "anthropic" else b""
     parts_sent = (*reply.parts[: reply.preamble + 2], head + data)
-    parts.upstream(way).answer = Reply(
-        content_type=reply.content_type, framing="chunked", parts=parts_sent, preamble=reply.preamble
-    )
+    parts.upstream(way).answer = dataclasses.replace(reply, parts=parts_sent).slow(between_s=0.02)
     answer = ask(parts.alone.client, way, stream=True)
     assert answer.text == "Falling water "
     assert answer.error is not None and "out of memory" in answer.error["message"]
@@ -410,4 +410,5 @@ def test_a_thousand_clients_that_leave_hold_no_slot(parts: Set) -> None:
     parts.openai.forget()
     with parts.alone.client_with(key) as client:
         assert ask(client, way, stream=True).is_complete
-    assert all(event.outcome in ("client_left", "ok") for event in parts.alone.events)
+    outcomes = collections.Counter(event.outcome for event in parts.alone.events)
+    assert outcomes.keys() <= {"client_left", "ok"}, outcomes
