@@ -77,10 +77,13 @@ def _json(text: str, path: Path) -> Document:
 
     try:
         table = json.loads(text, parse_float=Decimal, object_pairs_hook=distinct)
+        json.dumps(table, ensure_ascii=False, default=str).encode()
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply.") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{path}: a string holds half of a surrogate pair (such as \\ud83d alone).") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{path}: nested too deeply, or a number is too long.") from None
     if not isinstance(table, dict):
         raise ConfigError(f'{path}: must be a JSON object, such as {{"providers": {{}}}}.')
     return Document(path, str(path), table, {}, False)
@@ -95,8 +98,8 @@ def _toml(text: str, path: Path) -> Document:
         line = line or str(text.count("\n") + 1)
         where = f" (column {column})" if column else " (end of the file)"
         raise ConfigError(f"{path}:{line}: not valid TOML: {problem}{where}.") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply.") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{path}: nested too deeply, or a number is too long.") from None
     return Document(path, str(path), table, _toml_lines(text), True)
 
 

@@ -76,7 +76,10 @@ def read_secret(section: Section, name: str) -> str | None:
     value = value.strip("\"'").strip()
     if value.lower().startswith("bearer "):
         value = value[len("bearer ") :].strip()
-    if not value.isascii() or not value.isprintable() or " " in value:
+    if not value.isprintable():
+        section.complain(name, "holds a line break or another character that no header can carry.")
+        return None
+    if not value.isascii() or " " in value:
         section.warn(name, "holds characters that no key has; is it a placeholder still?")
     return value or None
 

@@ -83,7 +83,7 @@ def _preset_mistake(name: str, raw: object) -> str | None:
         is_number = isinstance(raw, int | Decimal) and not isinstance(raw, bool)
         if kind is int and not (isinstance(raw, int) and is_number):
             return "a whole number"
-        if not is_number or not low <= float(cast(Decimal, raw)) <= high:
+        if not is_number or not low <= cast(Decimal, raw) <= high:
             return f"a number from {low:g} to {high:g}"
         return None
     if name == "stop":

@@ -93,7 +93,7 @@ def parse_condition(subject: str, value: object) -> Condition:
 
 
 def _test(subject: str, value: object) -> Comparison:
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal) and value.is_finite():
         value = int(value) if value == int(value) else float(value)
     if subject == "stream":
         if isinstance(value, bool):

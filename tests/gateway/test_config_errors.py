@@ -105,6 +105,12 @@ BAD_TOML = [
         "headrace.toml:6: routing.rules[0].target",
         "give the rule a `model`",
     ),
+    (
+        '[[routing.rules]]\nmatch = { max_tokens = inf }\ntarget = "local"\n',
+        "headrace.toml:5: routing.rules[0].match.max_tokens",
+        "a number or a comparison",
+    ),
+    ('[upstreams.b]\nbase_url = "http://h"\napi_key = "a\\nb"\n', "headrace.toml:6: upstreams.b.api_key", "line break"),
     ("[plans.p]\nrpm = 0\n", "headrace.toml:5: plans.p.rpm", "from 1"),
     ('[plans.p]\nbudget = 5\nbudget_period = "yearly"\n', "headrace.toml:6: plans.p.budget_period", "day, week, month"),
     ('[plans.p]\nbudget_period = "day"\n', "headrace.toml:5: plans.p.budget_period", "without a budget"),
@@ -164,6 +170,9 @@ def json_config(**more: object) -> str:
         ('{"providers": {}, "providers": {}}', "headrace.json: the key 'providers' stands twice", ""),
         ('{"providers": {,}}', "headrace.json:1: not valid JSON", "column 16"),
         ("{}", "headrace.json /: names no upstream", "[upstreams.NAME]"),
+        ('{"providers": {"\\ud800": {}}}', "headrace.json: a string holds half of a surrogate pair", ""),
+        ('{"timeout": ' + "9" * 5000 + "}", "headrace.json: nested too deeply, or a number is too long", ""),
+        (json_config(presets={"temperature": 10**400}), "headrace.json /presets/temperature", "0 to 2"),
         ('{"base_url": 7, "model": "m"}', "headrace.json: base_url must be text", ""),
     ],
 )
