@@ -392,9 +392,8 @@ def leave(gateway: ThreadedGateway, way: Way, stream: bool, upstream: FakeUpstre
     return time.monotonic()
 
 
-def test_a_thousand_clients_that_leave_hold_no_slot(parts: Set) -> None:
+def test_a_thousand_clients_that_leave_hold_no_slot(tmp_path) -> None:
     """The key may have 50 requests at once; 1,000 are begun and left in every phase, and then it has all 50 again."""
-    key = parts.alone.new_key("aborts", concurrency=50)
     way = Way("chat", "openai")
     phases = [
         way.stream("a", "b").stall_before_headers(),
@@ -403,12 +402,19 @@ def test_a_thousand_clients_that_leave_hold_no_slot(parts: Set) -> None:
         way.stream("a", "b"),
         way.whole("a").stall_before_headers(),
     ]
-    parts.openai.script(*(phases[number % len(phases)] for number in range(1000)))
-    abort_many(parts.alone.port, raw_request(parts.alone, way, True, key), 1000, at_once=40)
-    assert parts.alone.wait_until_idle(10)
-    assert parts.alone.in_flight_of("aborts") == 0
-    parts.openai.forget()
-    with parts.alone.client_with(key) as client:
-        assert ask(client, way, stream=True).is_complete
-    outcomes = collections.Counter(event.outcome for event in parts.alone.events)
-    assert outcomes.keys() <= {"client_left", "ok"}, outcomes
+    config = {"max_retries": 0, "timeouts": {"first_token": 60, "idle": 60}}
+    with (
+        FakeUpstream() as upstream,
+        threaded_gateway(tmp_path, providers(fake=provider(upstream.url, **config))) as gateway,
+    ):
+        key = gateway.new_key("aborts", concurrency=50)
+        upstream.script(*(phases[number % len(phases)] for number in range(1000)))
+        abort_many(gateway.port, raw_request(gateway, way, True, key), 1000, at_once=40)
+        assert gateway.wait_until_idle(10)
+        assert gateway.in_flight_of("aborts") == 0
+        upstream.forget()
+        with gateway.client_with(key) as client:
+            assert ask(client, way, stream=True).is_complete
+        outcomes = collections.Counter(event.outcome for event in gateway.events)
+        assert outcomes.keys() <= {"client_left", "ok"}, outcomes
+        assert upstream.wait_for(lambda u: all(r.finished_s or r.client_left_s for r in u.requests))

@@ -13,7 +13,7 @@ from tests.gateway.gateways import ThreadedGateway, threaded_gateway
 from tests.serving import MODEL_NAME, Server
 
 MESSAGES = [{"role": "user", "content": "What turns a water wheel?"}]
-GREEDY = {"model": MODEL_NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
+GREEDY = {"model": MODEL_NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,14 @@ def test_responses_and_messages_are_the_same_answer_in_other_words(
     client: openai.OpenAI, over_engine: ThreadedGateway, answer: str
 ) -> None:
     response = client.responses.create(
-        model=MODEL_NAME, input=MESSAGES[0]["content"], temperature=0, max_output_tokens=16
+        model=MODEL_NAME, input=MESSAGES[0]["content"], temperature=0, max_output_tokens=8
     )
     assert response.output_text == answer
     with (
         anthropic.Anthropic(base_url=over_engine.url, api_key=over_engine.key) as other,
-        other.messages.stream(model=MODEL_NAME, messages=MESSAGES, max_tokens=16, temperature=0) as stream,
+        other.messages.stream(
+            model=MODEL_NAME, messages=MESSAGES, max_tokens=8, extra_body={"temperature": 0}
+        ) as stream,
     ):
         assert "".join(stream.text_stream) == answer
 
