@@ -14,10 +14,11 @@ waits or locks: one event loop calls it. The headers of an answer come from the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import NamedTuple
 
 from headrace.gateway.budget import Spending, day_number, ends_at_s
 from headrace.gateway.gcra import Rate
@@ -25,6 +26,18 @@ from headrace.gateway.keys import NO_LIMITS, KeyRecord
 from headrace.gateway.snapshot import Dialect, Limits, Plan
 from headrace.protocol import access_errors
 from headrace.protocol.errors import ApiError
+
+HEADER_NAMES: Mapping[Dialect, Sequence[tuple[str, ...]]] = {
+    "openai": [
+        tuple(f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset"))
+        for kind in ("requests", "tokens")
+    ],
+    "anthropic": [
+        tuple(f"anthropic-ratelimit-{kind}-{part}" for part in ("limit", "remaining", "reset"))
+        for kind in ("requests", "tokens")
+    ],
+}
+"""Of requests and of tokens: limit, remaining, reset."""
 
 
 @dataclass(slots=True)
@@ -37,8 +50,7 @@ class _Owner:
     tokens: Rate | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Now:
+class _Now(NamedTuple):
     """The moment of one decision, and whose headers tell of it."""
 
     ns: int
@@ -49,12 +61,13 @@ class _Now:
 class _Meter:
     """All that is counted of one key."""
 
-    __slots__ = ("in_flight", "owners", "spending")
+    __slots__ = ("in_flight", "key_limits", "owners", "plan_limits", "spending")
 
     def __init__(self, spending: Spending) -> None:
         self.in_flight = 0
         self.spending = spending
         self.owners: list[_Owner] = []
+        self.key_limits = self.plan_limits = NO_LIMITS  # those that `owners` stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +149,9 @@ class Limiter:
         if meter is None:
             meter = self._meters[record.id] = _Meter(Spending())
         plan_limits = NO_LIMITS if plan is None else plan.limits
+        if meter.key_limits is record.limits and meter.plan_limits is plan_limits:
+            return meter
+        meter.key_limits, meter.plan_limits = record.limits, plan_limits
         wanted = [("API key", record.limits)] if record.limits != NO_LIMITS else []
         if plan is not None and plan_limits != NO_LIMITS:
             wanted.append((f"plan {plan.name}", plan_limits))
@@ -286,22 +302,27 @@ def _budget_refusal(owner: _Owner, meter: _Meter, micros: int, now: _Now) -> tup
 def _headers(meter: _Meter, now: _Now) -> dict[str, str]:
     """Of the key's own limit and its plan's the one that leaves less is shown."""
     headers: dict[str, str] = {}
-    for kind in ("requests", "tokens"):
-        rates = [rate for owner in meter.owners if (rate := getattr(owner, kind)) is not None]
-        if not rates:
-            continue
-        rate = min(rates, key=lambda each: (each.remaining(now.ns), each.limit))
-        remaining, reset_ns = str(rate.remaining(now.ns)), rate.reset_ns(now.ns)
-        if now.dialect == "openai":
-            headers[f"x-ratelimit-limit-{kind}"] = str(rate.limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = remaining
-            headers[f"x-ratelimit-reset-{kind}"] = duration(reset_ns)
-        else:
-            at = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            headers[f"anthropic-ratelimit-{kind}-limit"] = str(rate.limit)
-            headers[f"anthropic-ratelimit-{kind}-remaining"] = remaining
-            headers[f"anthropic-ratelimit-{kind}-reset"] = at
+    names = HEADER_NAMES[now.dialect]
+    _add_headers(headers, names[0], [owner.requests for owner in meter.owners], now)
+    _add_headers(headers, names[1], [owner.tokens for owner in meter.owners], now)
     return headers
+
+
+def _add_headers(headers: dict[str, str], names: tuple[str, ...], rates: list[Rate | None], now: _Now) -> None:
+    tightest: Rate | None = None
+    least = 0
+    for rate in rates:
+        if rate is not None and (tightest is None or rate.remaining(now.ns) < least):
+            tightest, least = rate, rate.remaining(now.ns)
+    if tightest is None:
+        return
+    reset_ns = tightest.reset_ns(now.ns)
+    headers[names[0]] = str(tightest.limit)
+    headers[names[1]] = str(least)
+    if now.dialect == "openai":
+        headers[names[2]] = duration(reset_ns)
+    else:
+        headers[names[2]] = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def duration(nanoseconds: int) -> str:
@@ -309,9 +330,11 @@ def duration(nanoseconds: int) -> str:
     milliseconds = -(-nanoseconds // 10**6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
-    minutes, rest = divmod(milliseconds, 60_000)
-    seconds = f"{rest / 1000:g}s"
-    return f"{minutes}m{seconds}" if minutes else seconds
+    seconds, thousandths = divmod(milliseconds, 1000)
+    fraction = f".{thousandths:03d}".rstrip("0") if thousandths else ""
+    if seconds < 60:
+        return f"{seconds}{fraction}s"
+    return f"{seconds // 60}m{seconds % 60}{fraction}s"
 
 
 def money(micros: int) -> str:

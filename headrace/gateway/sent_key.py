@@ -33,7 +33,7 @@ def sent_key(headers: Mapping[bytes, bytes], page: str) -> SentKey:
     """The key in `headers` (names in lower case). Raises ApiError (401) naming `page` when there is none to read."""
     authorization = _clean(headers.get(b"authorization", b""))
     found, problem = _bearer(authorization) if authorization else (b"", None)
-    others = [value for value in (_clean(headers.get(name, b"")) for name in KEY_HEADERS) if value]
+    others = [value for name in KEY_HEADERS if name in headers and (value := _clean(headers[name]))]
     if not found and not others:
         raise access_errors.no_key(page) if problem is None else access_errors.malformed_key(problem, page)
     chosen = found or others[0]

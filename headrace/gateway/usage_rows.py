@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 from sqlalchemy import Connection, delete, select
@@ -71,7 +72,7 @@ def prune(database: Database, before_s: float) -> int:
 
 
 def _insert(database: Database, connection: Connection, events: Sequence[UsageEvent]) -> None:
-    connection.execute(tables.usage_events.insert(), [msgspec.structs.asdict(event) for event in events])
+    _insert_rows(database, connection, events)
     days = tables.usage_days
     insert = database.insert(days)
     added = {name: days.c[name] + insert.excluded[name] for name in SUMS}
@@ -82,14 +83,29 @@ def _insert(database: Database, connection: Connection, events: Sequence[UsageEv
     connection.execute(upsert, _daily_sums(events))
 
 
+def _insert_rows(database: Database, connection: Connection, events: Sequence[UsageEvent]) -> None:
+    """The statement is SQLAlchemy's, its parameters go to the driver as they are: a fifth of the time a row."""
+    statement = tables.usage_events.insert().compile(
+        dialect=database.engine.dialect, column_keys=list(UsageEvent.__struct_fields__)
+    )
+    order = statement.positiontup
+    if order is None:
+        connection.exec_driver_sql(str(statement), [msgspec.structs.asdict(event) for event in events])
+    else:
+        row = attrgetter(*order)
+        connection.exec_driver_sql(str(statement), [row(event) for event in events])
+
+
 def _daily_sums(events: Sequence[UsageEvent]) -> list[dict[str, object]]:
     """One row for each day, key, model and upstream, in a fixed order so that two processes cannot deadlock."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
     names: dict[str, str] = {}
+    days: dict[int, str] = {}
     for event in events:
-        row = sums.setdefault(
-            (day_text(day_number(event.time_s)), event.key_id, event.model, event.upstream), [0] * len(SUMS)
-        )
+        number = day_number(event.time_s)
+        day = days.get(number) or days.setdefault(number, day_text(number))
+        place = (day, event.key_id, event.model, event.upstream)
+        row = sums.get(place) or sums.setdefault(place, [0] * len(SUMS))
         names[event.key_id] = event.key_name
         row[0] += 1
         row[1] += event.outcome != "ok"
