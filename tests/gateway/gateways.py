@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,7 @@ def running_gateway(
     config: str,
     *,
     suffix: str = ".json",
+    flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     clean_exit: bool = True,
 ) -> Iterator[Gateway]:
@@ -110,7 +111,7 @@ def running_gateway(
     log_path = folder / "gateway.log"
     key = make_key(data_dir, "test")
     argv = [str(HEADRACE), "gateway", "--config", str(config_path), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--data-dir", str(data_dir)]
+    argv += ["--data-dir", str(data_dir), *flags]
     with log_path.open("wb") as log:
         process = psutil.Popen(
             argv,

@@ -78,7 +78,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
             "api_key": UPSTREAM_SECRET,
             "headers": {"x-extra": HEADER_SECRET},
         }
-        with running_gateway(folder, providers(main=main)) as gateway:
+        with running_gateway(folder, providers(main=main), flags=("--log-level", "debug")) as gateway:
             answers = ask_in_every_way(gateway, upstream)
             key = gateway.key
         assert upstream.requests[0].bearer == UPSTREAM_SECRET

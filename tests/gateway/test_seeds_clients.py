@@ -102,17 +102,16 @@ def json_channel(
         yield Channel(gateway, *servers)
 
 
-def test_the_sdk_script_reaches_the_local_model_server(toml_channel: Channel) -> None:
+def test_the_sdk_script_reaches_the_local_model_server_with_the_settings_of_settings_json(
+    toml_channel: Channel,
+) -> None:
     assert toml_channel.run_python("chat_001.py").strip() == "Hello world"
     request = toml_channel.local.last
     assert request.path == "/v1/chat/completions"
     assert request.bearer == LOCAL_KEY
     assert toml_channel.cloud.requests == []
-
-
-def test_settings_json_fills_in_what_the_script_left_out(toml_channel: Channel) -> None:
-    toml_channel.run_python("chat_001.py")
-    body = toml_channel.local.last.json
+    # settings.json fills in what the script left out, and never makes a stream of it
+    body = request.json
     assert (body["temperature"], body["max_tokens"]) == (0.3, 128)
     assert (body["top_p"], body["repetition_penalty"], body["seed"]) == (0.9, 1.05, 42)
     assert not body.get("stream")

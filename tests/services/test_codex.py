@@ -57,7 +57,7 @@ class Codex:
 def codex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Codex]:
     folder = tmp_path_factory.mktemp("codex")
     programs = npm_install(folder, f"@openai/codex@{CODEX_NPM_VERSION}")
-    with FakeUpstream() as upstream:
+    with FakeUpstream(without=("/responses",)) as upstream:
         config = providers(fake=provider(upstream.url))
         with running_gateway(folder, config) as gateway:
             yield Codex(programs / "codex", folder, gateway, upstream)
@@ -109,7 +109,7 @@ def test_codex_shows_the_upstreams_refusal(codex: Codex) -> None:
 
 def test_an_upstream_that_knows_responses_gets_codexs_request_as_it_is(codex: Codex, tmp_path: Path) -> None:
     with FakeUpstream(responses_stream("Yes.")) as upstream:
-        config = providers(fake=provider(upstream.url, responses=True))
+        config = providers(fake=provider(upstream.url))
         with running_gateway(tmp_path, config) as gateway:
             native = Codex(codex.program, tmp_path, gateway, upstream)
             assert agent_text(native.ask("Are you there?", "fake")) == "Yes."
