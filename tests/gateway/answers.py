@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from headrace.protocol.translate.events import Answer, Block, Dialect, Stop, Usage
+from headrace.protocol.translate.events import Answer, Block, Dialect, Stop, Usage, events_of
 from headrace.protocol.translate.exchange import Exchange
+from headrace.protocol.translate.translator import _WRITERS
 from headrace.protocol.translate.wire import Json
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
@@ -61,3 +62,31 @@ def chat_stream(chunks: Sequence[Json]) -> bytes:
 def chunk(delta: Json, reason: str | None = None) -> Json:
     choice = {"index": 0, "delta": delta, "finish_reason": reason}
     return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "up", "choices": [choice]}
+
+
+THOUGHT_AND_CALLS = Answer(
+    id="abc",
+    model="up",
+    created_s=1,
+    blocks=(
+        Block("thinking", "Which city? Paris."),
+        Block("text", "Let me look. ☂"),
+        Block("call", '{"city": "Paris", "days": [1, 2]}', "call_a", "weather"),
+        Block("call", "{}", "call_b", "now"),
+    ),
+    stop=Stop("tool_calls"),
+    usage=Usage(input_tokens=30, output_tokens=12, cached_tokens=10, reasoning_tokens=4),
+)
+
+
+def upstream_bytes(answer: Answer, upstream: Dialect) -> bytes:
+    """The bytes in which an upstream of this dialect streams the answer."""
+    writer = _WRITERS[upstream](exchange(upstream, upstream))
+    return b"".join(outgoing.encode() for event in events_of(answer) for outgoing in writer.write(event))
+
+
+def data_lines(stream: bytes) -> Iterator[Json]:
+    """The objects of a stream of events."""
+    for line in stream.decode().split("\n"):
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))

@@ -11,29 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.protocol.errors import ApiError
-from headrace.protocol.translate.events import Answer, Block, Dialect, Stop, Usage, events_of
+from headrace.protocol.translate.events import Answer, Block, Dialect, Stop, Usage
 from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.translate.translator import (
     _READ_WHOLE,
     _WRITE_WHOLE,
-    _WRITERS,
     StreamTranslator,
     translate_answer,
 )
 from headrace.protocol.translate.wire import Json
-from tests.gateway.answers import answers, chat_stream, chunk, cut, exchange, objects
+from tests.gateway.answers import answers, chat_stream, chunk, cut, exchange, objects, upstream_bytes
 
 DIALECTS: tuple[Dialect, ...] = ("chat", "messages", "responses")
 PAIRS = [pair for pair in itertools.product(DIALECTS, DIALECTS) if pair[0] != pair[1]]
 
 pairs = st.sampled_from(PAIRS)
 places = st.lists(st.integers(0, 10_000), max_size=12)
-
-
-def upstream_stream(answer: Answer, upstream: Dialect) -> bytes:
-    """The bytes in which an upstream of this dialect streams the answer."""
-    writer = _WRITERS[upstream](exchange(upstream, upstream))
-    return b"".join(outgoing.encode() for event in events_of(answer) for outgoing in writer.write(event))
 
 
 def translated(client: Dialect, upstream: Dialect, *pieces: bytes) -> tuple[list[Outgoing], StreamTranslator]:
@@ -50,7 +43,7 @@ def data(sent: list[Outgoing]) -> list[Json]:
 @given(answers(), pairs, places)
 def test_any_cut_of_the_bytes_gives_the_same_events(answer: Answer, pair: tuple[Dialect, Dialect], cuts: list[int]):
     upstream, client = pair
-    stream = upstream_stream(answer, upstream)
+    stream = upstream_bytes(answer, upstream)
     whole, _ = translated(client, upstream, stream)
     assert translated(client, upstream, *cut(stream, cuts))[0] == whole
     assert translated(client, upstream, stream.replace(b"\n", b"\r\n"))[0] == whole
@@ -61,7 +54,7 @@ def test_any_cut_of_the_bytes_gives_the_same_events(answer: Answer, pair: tuple[
 def test_streamed_is_what_the_whole_answer_is(answer: Answer, pair: tuple[Dialect, Dialect]):
     """The client's stream, put together again by another translator, against the translated whole answer."""
     upstream, client = pair
-    sent, stream = translated(client, upstream, upstream_stream(answer, upstream))
+    sent, stream = translated(client, upstream, upstream_bytes(answer, upstream))
     body = json.dumps(_WRITE_WHOLE[upstream](answer, exchange(upstream, upstream))).encode()
     whole = translate_answer(body, exchange(client, upstream))
     again = StreamTranslator(exchange("responses", client))
@@ -87,7 +80,7 @@ def test_there_and_back_again_is_the_same_answer(answer: Answer, pair: tuple[Dia
     """What both dialects can say survives the way through the other."""
     first, second = pair
     there = StreamTranslator(exchange(second, first))
-    middle = [*there.feed(upstream_stream(answer, first)), *there.finish()]
+    middle = [*there.feed(upstream_bytes(answer, first)), *there.finish()]
     body = json.dumps(_WRITE_WHOLE[second](answer, exchange(second, second))).encode()
     back = _READ_WHOLE[first](translate_answer(body, exchange(first, second)).body, "r")
     assert [comparable(block) for block in back.blocks] == [comparable(block) for block in answer.blocks]
@@ -105,7 +98,7 @@ def comparable(block: object) -> tuple[object, ...]:
 @given(answers(), pairs, st.floats(0, 1, exclude_max=True))
 def test_a_stream_cut_anywhere_never_looks_finished(answer: Answer, pair: tuple[Dialect, Dialect], share: float):
     upstream, client = pair
-    stream = upstream_stream(answer, upstream)
+    stream = upstream_bytes(answer, upstream)
     sent, state = translated(client, upstream, stream[: int(len(stream) * share)])
     assert state.is_done
     full = translated(client, upstream, stream)[0]
@@ -353,7 +346,7 @@ def test_cached_tokens_are_in_openais_prompt_and_beside_anthropics_input():
 def test_a_signature_goes_through_responses_and_comes_back():
     blocks = (Block("thinking", "hm", signature="sig=="),)
     answer = Answer(id="1", model="m", created_s=None, blocks=blocks, stop=Stop("stop"), usage=None)
-    sent, _ = translated("responses", "messages", upstream_stream(answer, "messages"))
+    sent, _ = translated("responses", "messages", upstream_bytes(answer, "messages"))
     item = data(sent)[-1]["response"]["output"][0]
     assert item["encrypted_content"] == "messages.sig=="
 
@@ -361,7 +354,7 @@ def test_a_signature_goes_through_responses_and_comes_back():
 @settings(max_examples=60, deadline=None)
 @given(answers())
 def test_responses_events_come_in_their_order(answer: Answer):
-    events = data(translated("responses", "chat", upstream_stream(answer, "chat"))[0])
+    events = data(translated("responses", "chat", upstream_bytes(answer, "chat"))[0])
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert kinds[:2] == ["created", "in_progress"] and kinds[-1] in ("completed", "incomplete")

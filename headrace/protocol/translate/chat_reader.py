@@ -70,15 +70,16 @@ class ChatReader:
         if not self._begun and (choices or chunk.get("id")):
             self._begun = True
             yield begin_of(chunk, self._fallback_id)
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and not choice.get("index"):
+        for choice in wire.told(choices):
+            if not choice.get("index"):
                 yield from self._choice(choice)
         usage = usage_of(chunk.get("usage"))
         if usage is not None:
             yield Used(usage)
 
     def _choice(self, choice: Json) -> Iterable[Event]:
-        delta = choice.get("delta") or choice.get("message") or {}
+        delta = choice.get("delta") or choice.get("message")
+        delta = delta if isinstance(delta, dict) else {}
         for kind, text in _texts(delta):
             yield from self._text(kind, text)
         for call in _calls(delta):
@@ -205,26 +206,21 @@ def _texts(delta: Json) -> Iterator[tuple[BlockKind, str]]:
     content: Any = delta.get("content")
     if isinstance(content, str):
         yield "text", content
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict):
-            continue
+    for part in wire.told(content):
         if isinstance(part.get("text"), str):
             yield "text", part["text"]
         inner = part.get("thinking")
         if isinstance(inner, str):
             yield "thinking", inner
         elif isinstance(inner, list):
-            yield "thinking", "".join(str(wire.at(piece, "text") or "") for piece in inner)
+            yield "thinking", "".join(str(piece.get("text") or "") for piece in wire.told(inner))
     refusal = delta.get("refusal")
     if isinstance(refusal, str):
         yield "refusal", refusal
 
 
 def _calls(delta: Json) -> Iterator[Json]:
-    calls = delta.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        if isinstance(call, dict):
-            yield call
+    yield from wire.told(delta.get("tool_calls"))
     old = delta.get("function_call")
     if isinstance(old, dict):
         yield {"index": 0, "function": old}

@@ -149,10 +149,15 @@ def _read_part(part: Json, path: str) -> Part:
             if isinstance(image, str):
                 return Image(url=image)
             image = wire.mapping(image, f"{path}.image_url")
-            return Image(url=wire.string(image.get("url"), f"{path}.image_url.url"), detail=image.get("detail"))
+            detail = wire.optional_string(image.get("detail"), f"{path}.image_url.detail")
+            return Image(url=wire.string(image.get("url"), f"{path}.image_url.url"), detail=detail)
         case "file":
             file = wire.mapping(part.get("file"), f"{path}.file")
-            return Document(url=file.get("file_data"), file_id=file.get("file_id"), name=file.get("filename"))
+            url, file_id, name = (
+                wire.optional_string(file.get(field), f"{path}.file.{field}")
+                for field in ("file_data", "file_id", "filename")
+            )
+            return Document(url=url, file_id=file_id, name=name)
         case "input_audio":
             audio = wire.mapping(part.get("input_audio"), f"{path}.input_audio")
             return Audio(wire.string(audio.get("data"), f"{path}.input_audio.data"), str(audio.get("format") or "wav"))
@@ -237,7 +242,15 @@ def _read_format(body: Json) -> Json | None:
         return None
     if format.get("type") == "json_schema":
         schema = wire.mapping(format.get("json_schema"), "response_format.json_schema")
-        return {"type": "json_schema", **schema}
+        return {**schema, "type": "json_schema"}
+    return known_format(format, "response_format")
+
+
+def known_format(format: Json, path: str) -> Json:
+    """The wished form of the answer, checked. Raises ApiError (400) for one that has no name here."""
+    if format.get("type") not in ("json_schema", "json_object"):
+        found = errors.quoted(format.get("type"))
+        raise errors.invalid_value(f"{path}.type", f"`{path}.type` is {found}; use text, json_object or json_schema.")
     return format
 
 
@@ -245,7 +258,7 @@ def _read_format(body: Json) -> Json | None:
 
 
 def write(
-    conversation: Conversation, *, model: str, max_tokens_field: str, send_effort: bool
+    conversation: Conversation, *, model: str, max_tokens_field: str, takes_effort: bool
 ) -> tuple[Json, tuple[str, ...]]:
     """The body for a chat upstream and the names of the fields that were left out. Raises ApiError (400)."""
     report = Report(conversation.dropped)
@@ -268,7 +281,7 @@ def write(
     if conversation.format is not None:
         body["response_format"] = _format(conversation.format)
     effort = effort_of(conversation)
-    if effort is not None and send_effort:
+    if effort is not None and takes_effort:
         body["reasoning_effort"] = effort
     elif conversation.thinking == "off" or effort is not None:
         report.drop("thinking" if conversation.thinking is not None else "reasoning_effort")

@@ -86,10 +86,11 @@ def failure_of(status: int | None, found: Any) -> ApiError:
     """`status` None: the error came inside a 200, and what it calls itself decides."""
     error = wire.at(found, "error")
     told = error if isinstance(error, dict) else found if isinstance(found, dict) else {}
-    kind = next((told[name] for name in ("type", "code") if told.get(name) in _STATUS_OF_TYPE), None)
     if status is None:
-        code = told.get("code")
-        status = code if isinstance(code, int) and 400 <= code < 600 else _STATUS_OF_TYPE.get(str(kind), 502)
+        names = [name for name in (told.get("type"), told.get("code")) if isinstance(name, str)]
+        named = [_STATUS_OF_TYPE[name] for name in names if name in _STATUS_OF_TYPE]
+        number = told.get("code")
+        status = number if isinstance(number, int) and 400 <= number < 600 else (*named, 502)[0]
     message = _message_of(error, told) or f"The upstream answered with status {status} and no error message."
     message = message[:MAX_MESSAGE_CHARS]
     param = told.get("param") if isinstance(told.get("param"), str) else None

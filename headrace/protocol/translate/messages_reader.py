@@ -86,7 +86,7 @@ class MessagesReader:
                 if reason and not self.is_complete:
                     self.is_complete = True
                     yield from self._blocks.close_all()
-                    yield Stop(_REASONS.get(str(reason), "stop"), wire.at(event, "delta", "stop_sequence"))
+                    yield _stop(event["delta"])
                 usage = usage_of(self._usage)
                 if usage is not None:
                     yield Used(usage)
@@ -138,31 +138,36 @@ def read_whole(body: Json, fallback_id: str) -> Answer:
     content = body.get("content")
     if not isinstance(content, list):
         raise invalid_answer("it has no `content`.")
-    blocks = [block for block in map(_block, content) if block is not None]
+    blocks = [block for block in map(_block, wire.told(content)) if block is not None]
     return Answer(
         id=str(body.get("id") or fallback_id),
         model=str(body.get("model") or ""),
         created_s=None,
         blocks=tuple(blocks),
-        stop=Stop(_REASONS.get(str(body.get("stop_reason")), "stop"), body.get("stop_sequence")),
+        stop=_stop(body),
         usage=usage_of(body.get("usage")),
     )
 
 
-def _block(block: object) -> Block | None:
-    if not isinstance(block, dict) or block.get("type") not in _KINDS:
-        return None
-    kind = _KINDS[block["type"]]
+def _block(block: Json) -> Block | None:
+    kind = _KINDS.get(str(block.get("type")))
     match kind:
+        case None:
+            return None
         case "call":
             arguments = wire.arguments_text(block.get("input"))
             return Block(kind, arguments, str(block.get("id") or ""), str(block.get("name") or ""))
         case "redacted":
             return Block(kind, data=str(block.get("data") or ""))
         case "thinking":
-            signature = block.get("signature")
+            signature = str(block.get("signature") or "")
             return Block(kind, str(block.get("thinking") or ""), signature=signature or None)
     return Block(kind, str(block.get("text") or ""))
+
+
+def _stop(told: Json) -> Stop:
+    sequence = told.get("stop_sequence")
+    return Stop(_REASONS.get(str(told.get("stop_reason")), "stop"), sequence if isinstance(sequence, str) else None)
 
 
 def usage_of(usage: object) -> Usage | None:

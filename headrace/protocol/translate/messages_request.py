@@ -13,6 +13,7 @@ from typing import Literal
 
 from headrace.protocol import errors
 from headrace.protocol.translate import wire
+from headrace.protocol.translate.chat_request import known_format
 from headrace.protocol.translate.conversation import (
     Audio,
     Conversation,
@@ -35,6 +36,7 @@ from headrace.protocol.translate.conversation import (
     origins_of,
     tool_name,
 )
+from headrace.protocol.translate.signatures import signer_of
 from headrace.protocol.translate.wire import Json
 
 ThinkingStyle = Literal["budget", "effort"]
@@ -87,7 +89,7 @@ def read(body: Json) -> Conversation:
         top_p=wire.optional_number(body.get("top_p"), "top_p"),
         stop=wire.strings(body.get("stop_sequences"), "stop_sequences"),
         stream=bool(wire.optional_bool(body.get("stream"), "stream")),
-        format=None if format is None else {"name": "answer", **format},
+        format=None if format is None else {"name": "answer", **known_format(format, "output_config.format")},
         effort=wire.optional_string(output.get("effort"), "output_config.effort"),
         thinking=_read_thinking(thinking),
         thinking_budget_tokens=wire.optional_int(thinking.get("budget_tokens"), "thinking.budget_tokens"),
@@ -194,23 +196,6 @@ def _read_document(block: Json, path: str) -> Document:
             )
 
 
-def signer_of(
-    signature: object, native: Literal["messages", "responses"]
-) -> tuple[Literal["messages", "responses"] | None, str | None]:
-    """Who signed, and the bare signature. One that went through another dialect has its signer's name in front."""
-    if not isinstance(signature, str) or not signature:
-        return None, None
-    other: Literal["messages", "responses"] = "responses" if native == "messages" else "messages"
-    if signature.startswith(f"{other}."):
-        return other, signature.removeprefix(f"{other}.")
-    return native, signature
-
-
-def signed_for(signature: str | None, signer: str, dialect: str) -> str | None:
-    """The inverse of `signer_of`: the signature as the client's dialect carries it."""
-    return signature if signature is None or signer == dialect else f"{signer}.{signature}"
-
-
 def _read_tools(body: Json, report: Report) -> tuple[tuple[Tool, ...], dict[str, ToolOrigin]]:
     tools: list[Tool] = []
     origins: list[ToolOrigin] = []
@@ -251,7 +236,12 @@ def _read_choice(body: Json) -> tuple[ToolChoice | None, bool | None]:
 
 
 def write(
-    conversation: Conversation, *, model: str, default_max_tokens: int, style: ThinkingStyle
+    conversation: Conversation,
+    *,
+    model: str,
+    default_max_tokens: int,
+    style: ThinkingStyle,
+    takes_sampling: bool = True,
 ) -> tuple[Json, tuple[str, ...]]:
     """The body for an Anthropic upstream and the names of the fields that were left out. Raises ApiError (400)."""
     report = Report(conversation.dropped)
@@ -269,12 +259,7 @@ def write(
         if blocks:
             body["system"] = blocks[0]["text"] if len(blocks) == 1 else blocks
     body["messages"] = messages
-    if conversation.temperature is not None:
-        body["temperature"] = min(conversation.temperature, 1)
-        if conversation.temperature > 1:
-            report.drop("temperature")
-    if conversation.top_p is not None:
-        body["top_p"] = conversation.top_p
+    body |= _sampling(conversation, takes_sampling, report)
     stop = [sequence for sequence in conversation.stop if sequence.strip()]
     if len(stop) < len(conversation.stop):
         report.drop("stop")
@@ -298,6 +283,8 @@ def write(
     if conversation.user is not None:
         body["metadata"] = {"user_id": conversation.user}
     others = dict(conversation.others)
+    if not takes_sampling:
+        report.drop_fields({"top_k": others.pop("top_k", None)})
     if others.get("service_tier") not in ("auto", "standard_only"):
         report.drop_fields({"service_tier": others.pop("service_tier", None)})
     body |= {name: value for name, value in others.items() if name in _PASSED_ON}
@@ -305,6 +292,16 @@ def write(
     if conversation.stream:
         body["stream"] = True
     return body, report.names
+
+
+def _sampling(conversation: Conversation, is_taken: bool, report: Report) -> Json:
+    """Temperature goes up to 1 here; where sampling is the model's own affair, other wishes than 1 are reported."""
+    wishes = {"temperature": conversation.temperature, "top_p": conversation.top_p}
+    stated = {name: value for name, value in wishes.items() if value is not None}
+    for name, value in stated.items():
+        if value > 1 or (value != 1 and not is_taken):
+            report.drop(name)
+    return {name: min(value, 1) for name, value in stated.items()} if is_taken else {}
 
 
 def _thinking(

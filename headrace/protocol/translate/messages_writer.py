@@ -22,7 +22,7 @@ from headrace.protocol.translate.events import (
 )
 from headrace.protocol.translate.exchange import Exchange, Outgoing, no_usage, typed
 from headrace.protocol.translate.failures import anthropic_payload
-from headrace.protocol.translate.messages_request import signed_for
+from headrace.protocol.translate.signatures import signed_for
 from headrace.protocol.translate.wire import Json
 
 _REASONS: dict[StopReason, str] = {

@@ -83,7 +83,7 @@ class ResponsesReader:
                 raise failure_of(None, {"error": wire.at(event, "response", "error") or {}})
             case _ if shape in _DELTAS:
                 kind, place = _DELTAS[shape]
-                key: Hashable = (item, kind, event.get(place))
+                key: Hashable = (item, kind, wire.count(event.get(place)))
                 if key not in self._blocks:
                     yield from self._blocks.open(key, kind)
                     if kind == "thinking":
@@ -144,17 +144,17 @@ def begin_of(body: Json, fallback_id: str) -> Begin:
 def _blocks(item: Json) -> Iterator[Block]:
     match item.get("type"):
         case "message":
-            for part in item.get("content") or ():
-                if wire.at(part, "type") == "refusal":
+            for part in wire.told(item.get("content")):
+                if part.get("type") == "refusal":
                     yield Block("refusal", str(part.get("refusal") or ""))
-                elif wire.at(part, "type") == "output_text":
+                elif part.get("type") == "output_text":
                     yield Block("text", str(part.get("text") or ""))
         case "function_call":
             arguments = wire.arguments_text(item.get("arguments"))
             yield Block("call", arguments, str(item.get("call_id") or ""), str(item.get("name") or ""))
         case "reasoning":
-            parts = item.get("summary") or item.get("content") or ()
-            text = "".join(str(wire.at(part, "text") or "") for part in parts)
+            parts = wire.told(item.get("summary")) or wire.told(item.get("content"))
+            text = "".join(str(part.get("text") or "") for part in parts)
             sealed = item.get("encrypted_content")
             if text or sealed:
                 yield Block("thinking", text, signature=str(sealed) if sealed else None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.protocol import errors
 from headrace.protocol.translate import wire
-from headrace.protocol.translate.chat_request import effort_of, plain_choice, read_tool
+from headrace.protocol.translate.chat_request import effort_of, known_format, plain_choice, read_tool
 from headrace.protocol.translate.conversation import (
     CHAT_ONLY,
     MESSAGES_ONLY,
@@ -37,7 +37,7 @@ from headrace.protocol.translate.conversation import (
     short_identity,
     tool_name,
 )
-from headrace.protocol.translate.messages_request import signer_of
+from headrace.protocol.translate.signatures import signer_of
 from headrace.protocol.translate.wire import Json
 
 _READ = frozenset(
@@ -91,7 +91,7 @@ def read(body: Json) -> Conversation:
         temperature=wire.optional_number(body.get("temperature"), "temperature"),
         top_p=wire.optional_number(body.get("top_p"), "top_p"),
         stream=bool(wire.optional_bool(body.get("stream"), "stream")),
-        format=None if format is None or format.get("type") == "text" else format,
+        format=None if format is None or format.get("type") == "text" else known_format(format, "text.format"),
         effort=wire.optional_string(reasoning.get("effort"), "reasoning.effort"),
         user=wire.optional_string(body.get("user"), "user"),
         others=others,
@@ -174,10 +174,11 @@ def _read_content(content: object, path: str) -> Iterable[Part]:
             case "refusal":
                 yield Text(wire.string(part.get("refusal"), f"{place}.refusal"))
             case "input_image":
-                yield Image(url=part.get("image_url"), file_id=part.get("file_id"), detail=part.get("detail"))
+                url, file_id, detail = _texts_of(part, place, "image_url", "file_id", "detail")
+                yield Image(url=url, file_id=file_id, detail=detail)
             case "input_file":
-                address = part.get("file_data") or part.get("file_url")
-                yield Document(url=address, file_id=part.get("file_id"), name=part.get("filename"))
+                data, url, file_id, name = _texts_of(part, place, "file_data", "file_url", "file_id", "filename")
+                yield Document(url=data or url, file_id=file_id, name=name)
             case "input_audio":
                 audio = wire.mapping(part.get("input_audio"), f"{place}.input_audio")
                 yield Audio(str(audio.get("data", "")), str(audio.get("format", "wav")))
@@ -185,11 +186,15 @@ def _read_content(content: object, path: str) -> Iterable[Part]:
                 raise wire.impossible(f"{place}.type", f"a part of type {errors.quoted(other)} has no translation.")
 
 
+def _texts_of(part: Json, path: str, *names: str) -> list[str | None]:
+    return [wire.optional_string(part.get(name), f"{path}.{name}") for name in names]
+
+
 def _read_tools(body: Json, report: Report) -> tuple[tuple[Tool, ...], dict[str, ToolOrigin]]:
     tools: list[Tool] = []
     origins: list[ToolOrigin] = []
     for path, tool in wire.items(body.get("tools"), "tools"):
-        namespace = tool.get("name") if tool.get("type") == "namespace" else None
+        namespace = wire.string(tool.get("name"), f"{path}.name") if tool.get("type") == "namespace" else None
         entries = wire.items(tool.get("tools"), f"{path}.tools") if namespace is not None else [(path, tool)]
         for place, entry in entries:
             shape = entry.get("type", "function")
@@ -213,11 +218,15 @@ def _read_choice(body: Json, report: Report) -> tuple[ToolChoice | None, frozens
     shape = choice.get("type")
     if shape == "allowed_tools":
         entries = wire.items(choice.get("tools"), "tool_choice.tools")
-        names = frozenset(tool_name(str(tool.get("name")), tool.get("namespace")) for _, tool in entries)
+        names = frozenset(
+            tool_name(str(tool.get("name")), wire.optional_string(tool.get("namespace"), f"{place}.namespace"))
+            for place, tool in entries
+        )
         return plain_choice(choice.get("mode", "auto")), names
     if shape in ("function", "custom"):
         name = wire.string(choice.get("name"), "tool_choice.name")
-        return ToolChoice("named", tool_name(name, choice.get("namespace"))), None
+        namespace = wire.optional_string(choice.get("namespace"), "tool_choice.namespace")
+        return ToolChoice("named", tool_name(name, namespace)), None
     raise wire.impossible("tool_choice", f"the upstream has no tool of type {errors.quoted(shape)} to be made to use.")
 
 

@@ -28,7 +28,7 @@ from headrace.protocol.translate.events import (
 )
 from headrace.protocol.translate.exchange import Exchange, Outgoing, no_usage, typed
 from headrace.protocol.translate.failures import responses_error
-from headrace.protocol.translate.messages_request import signed_for
+from headrace.protocol.translate.signatures import signed_for
 from headrace.protocol.translate.wire import Json
 
 _ITEM_PREFIX = {"text": "msg", "refusal": "msg", "thinking": "rs", "redacted": "rs", "call": "fc"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,7 @@ from headrace.protocol.translate.events import (
 )
 from headrace.protocol.translate.exchange import Exchange, Outgoing
 from headrace.protocol.translate.failures import failure_of, invalid_answer, stream_truncated
+from headrace.protocol.translate.habits import UpstreamHabits, habits_of
 from headrace.protocol.translate.wire import Json
 
 _ECHO = (
@@ -97,21 +98,6 @@ _WRITERS: dict[Dialect, Callable[[Exchange], _Writer]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamHabits:
-    """What an upstream of a dialect wants that the dialect leaves open.
-
-    `default_max_tokens`: for Anthropic upstreams, when the client set no limit. `max_tokens_field`: OpenAI's newer
-    models take only `max_completion_tokens`, many other servers only `max_tokens`. `send_effort`: False for models
-    that refuse `reasoning_effort`. `thinking`: how an Anthropic upstream is told to think; older models take a
-    budget, newer ones an effort."""
-
-    default_max_tokens: int = 8192
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    send_effort: bool = True
-    thinking: messages_request.ThinkingStyle = "budget"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedRequest:
     """`body` for the upstream; `dropped`: fields of the client's that have no effect, for a warning header."""
 
@@ -130,11 +116,13 @@ def translate_request(
     request_id: str,
     created_s: int,
     prompt_tokens: int = 0,
-    habits: UpstreamHabits = UpstreamHabits(),
+    habits: UpstreamHabits | None = None,
 ) -> TranslatedRequest:
     """`model`: as the client named it (the answer carries it). `prompt_tokens`: an estimate, shown until the upstream
-    counts. Raises ApiError (400) naming the field that is malformed or that the upstream has no words for."""
+    counts. `habits` None: those that the upstream model's name suggests. Raises ApiError (400) naming the field that
+    is malformed or that the upstream has no words for."""
     conversation = read_request(body, client)
+    known = habits if habits is not None else habits_of(upstream_model)
     if conversation.tool_choice is not None and conversation.tool_choice.mode == "named":
         name = conversation.tool_choice.name
         if all(tool.name != name for tool in conversation.tools):
@@ -144,15 +132,16 @@ def translate_request(
             sent, dropped = chat_request.write(
                 conversation,
                 model=upstream_model,
-                max_tokens_field=habits.max_tokens_field,
-                send_effort=habits.send_effort,
+                max_tokens_field=known.max_tokens_field,
+                takes_effort=known.takes_effort,
             )
         case "messages":
             sent, dropped = messages_request.write(
                 conversation,
                 model=upstream_model,
-                default_max_tokens=habits.default_max_tokens,
-                style=habits.thinking,
+                default_max_tokens=known.default_max_tokens,
+                style=known.thinking,
+                takes_sampling=known.takes_sampling,
             )
         case "responses":
             sent, dropped = responses_request.write(conversation, model=upstream_model)

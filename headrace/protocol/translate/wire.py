@@ -144,6 +144,11 @@ def at(value: Mapping[str, Any] | None, *names: str) -> Any:
     return found
 
 
+def told(value: object) -> list[Json]:
+    """The objects of a list in an upstream's answer; whatever is none is left out."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def count(value: object) -> int:
     """A number of tokens as an upstream wrote it; 0 for anything else."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else 0
