@@ -57,9 +57,10 @@ class Breaker:
     def succeeded(self, now_s: float) -> None:
         self.failures_in_a_row = 0
         if self.open_until_s is not None:
-            self.open_until_s = self.probe_since_s = None
-            self.open_for_s = OPEN_S
-            self.results.clear()
+            if now_s >= self.open_until_s:  # not the late answer to a request from before
+                self.open_until_s = self.probe_since_s = None
+                self.open_for_s = OPEN_S
+                self.results.clear()
         elif self.results:  # a breaker that has seen no failure keeps no record
             self.results.append((now_s, True))
 

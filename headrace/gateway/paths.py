@@ -7,7 +7,6 @@ Clients disagree on where a base URL ends, so /api/v1/chat/completions, /v1/chat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,10 +89,6 @@ _BELOW = (
     ),
 )
 
-_BY_PATH = {endpoint.path: endpoint for endpoint in _EXACT}
-_ROOTED = ("/health", "/metrics")
-KNOWN_PATHS = tuple(e.path if e.path.startswith(_ROOTED) else "/v1" + e.path for e in _EXACT if e.kind != "root")
-
 _PREFIX = re.compile(r"^/(?:api|anthropic|openai)(?=/|$)")
 _VERSIONS = re.compile(r"^(?:/+v1)+(?=/|$)")
 
@@ -155,12 +150,12 @@ def error_form(path: str) -> ErrorForm:
     return "anthropic" if path.startswith("/messages") else "openai"
 
 
-def unknown(method: str, path: str, known: Iterable[str] = KNOWN_PATHS) -> errors.ApiError:
-    guess = errors.nearest("/v1" + path, known) or errors.nearest(path, known)
-    hint = f" Did you mean {guess}?" if guess else " /v1/models lists the models, /v1/chat/completions answers."
+def unknown(method: str, path: str) -> errors.ApiError:
+    guess = errors.nearest(path, [endpoint.path for endpoint in _EXACT if endpoint.kind != "root"])
+    hint = f" Did you mean {_shown(guess)}?" if guess else " /v1/models lists the models, /v1/chat/completions answers."
     message = f"There is no {method} {path[: errors.MAX_QUOTED_CHARS]} on this gateway.{hint}"
     return errors.ApiError(404, message, code="unknown_endpoint")
 
 
 def _shown(path: str) -> str:
-    return path if path.startswith(("/health", "/metrics")) or path == "/" else "/v1" + path
+    return path if path in ("/", "/metrics") or path.startswith("/health") else "/v1" + path

@@ -1,0 +1,247 @@
+"""The gateway process from the first line on the terminal to the last: read, open, listen, serve, drain.
+
+SIGTERM lets running requests finish (at most `drain_s`), while new ones get 503 and /health/ready says so; Ctrl-C
+ends everything within two seconds; a second signal ends it at once. Usage is written before the process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import uvicorn
+import uvloop
+
+from headrace.config.errors import ConfigError
+from headrace.gateway.app import create_app
+from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides, load_config
+from headrace.gateway.exchange import Application
+from headrace.gateway.health import check_health
+from headrace.gateway.keys import KeyRecord
+from headrace.gateway.ledger import Ledger, open_ledger
+from headrace.gateway.logs import GatewayLog
+from headrace.gateway.metrics import GatewayMetrics
+from headrace.gateway.redact import Redactor
+from headrace.gateway.reload import Reloader
+from headrace.gateway.route import default_model
+from headrace.gateway.snapshot import Snapshot
+from headrace.gateway.state import GatewayState
+from headrace.gateway.storage.database import DEFAULT_DATA_DIR
+from headrace.protocol.access_errors import API_KEYS_PAGE
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+LAST_BYTES_S = 1.0
+"""For answers to reach their clients once the last request is done."""
+
+logger = logging.getLogger("headrace.gateway")
+
+Pages = Callable[[GatewayState, Ledger], Application]
+
+
+class CannotListen(Exception):
+    """The address is taken or not ours; the message says what would work."""
+
+
+def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: Pages | None = None) -> int:
+    """Serve until a signal comes; the exit status. `pages` builds the application for paths that are not the API's.
+
+    0: ended as asked; 1: the address or the database cannot be used; 2: the configuration is wrong.
+    """
+    try:
+        snapshot = load_config(config_path, os.environ, overrides=overrides)
+    except InvalidConfig as error:
+        for line in error.problems:
+            print(f"headrace gateway: {line}", file=sys.stderr)
+        return 2
+    listen = snapshot.listen
+    try:
+        listener = bind(listen.host, listen.port)
+    except CannotListen as error:
+        print(f"headrace gateway: {error}", file=sys.stderr)
+        return 1
+    log = GatewayLog(redactor=Redactor(secrets_of(snapshot)))
+    with contextlib.closing(listener), contextlib.closing(log):
+        try:
+            ledger = open_ledger(
+                listen.database_url, listen.data_dir or DEFAULT_DATA_DIR, page=listen.page_url or API_KEYS_PAGE
+            )
+        except ConfigError as error:
+            print(f"headrace gateway: {error}", file=sys.stderr)
+            return 1
+        log.start(listen.log_level)
+        with contextlib.closing(ledger):
+            record, secret = ledger.store.first()
+            if secret is not None:
+                ledger.keys.reload()
+            for line in banner(snapshot, listener.getsockname()[1], record, secret):
+                print(line, flush=True)
+            uvloop.run(serve(snapshot, overrides, ledger, listener, log, pages))
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send small pieces at once. Raises CannotListen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise CannotListen(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit this; asyncio leaves it off for a listener that it is handed, which costs 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        advice = f"Use --port {port + 1}, or end what listens there." if port else "Use --host 127.0.0.1."
+        raise CannotListen(f"Cannot listen on {host}:{port}: {error.strerror}. {advice}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def secrets_of(snapshot: Snapshot) -> list[str]:
+    """What must never be in a log line: the upstreams' keys and extra headers."""
+    secrets = [upstream.api_key for upstream in snapshot.upstreams.values() if upstream.api_key]
+    headers = [value for upstream in snapshot.upstreams.values() for _, value in upstream.headers]
+    return [secret for secret in [*secrets, *headers] if len(secret) > 7]
+
+
+def banner(snapshot: Snapshot, port: int, record: KeyRecord, secret: str | None) -> Iterable[str]:
+    """What a person needs: the three pieces, base URL, key and model, and where the configuration is."""
+    listen = snapshot.listen
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(listen.host, listen.host)
+    host = f"[{host}]" if ":" in host else host
+    yield f"Base URL       http://{host}:{port}/v1"
+    if secret is not None:
+        yield f"API key        {secret}    (shown this once)"
+    else:
+        yield f"API key        {record.shown}    (`headrace key create` makes another)"
+    first = default_model(snapshot)
+    names = [name for name in snapshot.models if name != first]
+    yield f"Models         {', '.join([*([first] if first else []), *names]) or 'whatever the upstreams serve'}"
+    for name, upstream in snapshot.upstreams.items():
+        yield f"Upstream       {name}: {', '.join(upstream.base_urls)}"
+    yield f"Configuration  {snapshot.path or 'none: the engine on this machine'}"
+    for warning in snapshot.warnings:
+        yield f"Note: {warning}"
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: in which order things end is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    snapshot: Snapshot,
+    overrides: Overrides,
+    ledger: Ledger,
+    listener: socket.socket,
+    log: GatewayLog,
+    pages: Pages | None,
+    *,
+    ended: asyncio.Event | None = None,
+) -> None:
+    """Serve until a signal comes, or `ended` is set by whoever runs this beside something else."""
+    state = make_state(snapshot, ledger, log)
+    came = asyncio.Event() if ended is None else ended
+    signals: list[int] = []
+
+    def note(number: int) -> None:
+        if signals:
+            os._exit(128 + number)
+        signals.append(number)
+        came.set()
+
+    if ended is None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, note, number)
+
+    def take(found: Snapshot) -> None:
+        state.take(found)
+        log.redactor = Redactor(secrets_of(found))
+
+    def report(problem: str | None) -> None:
+        state.reload_error = problem
+        state.metrics.config_failures += problem is not None
+
+    reloader = Reloader(snapshot, os.environ, take, overrides, report)
+    state.spawn(reloader.run())
+    state.spawn(check_health(state))
+    server = _HttpServer(_uvicorn_config(create_app(state, pages(state, ledger) if pages else None)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = asyncio.create_task(came.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if signals != [signal.SIGINT]:
+        await _drain(state)
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=LAST_BYTES_S + 1.5)
+    await state.close()
+
+
+def make_state(snapshot: Snapshot, ledger: Ledger, log: GatewayLog | None = None) -> GatewayState:
+    """The state over an open ledger, with the gauges of /metrics connected. Must run on the loop that serves."""
+    metrics = GatewayMetrics()
+    state = GatewayState(
+        snapshot=snapshot, keys=ledger.keys, limiter=ledger.limiter, usage=ledger.usage, metrics=metrics
+    )
+    metrics.config_generation = snapshot.generation
+    metrics.breakers = lambda: breaker_states(state)
+    metrics.usage_waiting = lambda: ledger.usage.waiting
+    if log is not None:
+        metrics.log_lines_dropped = lambda: log.num_dropped
+    return state
+
+
+def breaker_states(state: GatewayState) -> list[tuple[str, str, str]]:
+    """(upstream, model, state), of several replicas the worst."""
+    order = ("closed", "half_open", "open")
+    worst: dict[tuple[str, str], str] = {}
+    for (upstream, _, model), found in state.breakers.states(time.monotonic()).items():
+        before = worst.get((upstream, model), "closed")
+        worst[(upstream, model)] = max(before, found, key=order.index)
+    return [(upstream, model, found) for (upstream, model), found in worst.items()]
+
+
+async def _drain(state: GatewayState) -> None:
+    """Running requests may finish; new ones are refused meanwhile."""
+    state.is_draining = True
+    patience_s = state.snapshot.listen.drain_s
+    if state.num_open:
+        logger.info("Shutting down: %d requests may finish, for %g s.", state.num_open, patience_s)
+    deadline_s = time.monotonic() + patience_s
+    while state.num_open and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.05)
+
+
+def _uvicorn_config(app: Application) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(LAST_BYTES_S)),
+    )

@@ -1,0 +1,183 @@
+"""What of a request reaches the upstream, and what of its answer the client: all of it, but for what must change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.gateway import replies
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.gateways import UPSTREAM_KEY, ThreadedGateway, provider, threaded_gateway
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[FakeUpstream]:
+    with FakeUpstream() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def gateway(upstream: FakeUpstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedGateway]:
+    config = {
+        "providers": {"main": provider(upstream.url, "main", models=["fake", "Real/Name"], max_retries=0)},
+        "models": {"short": {"upstream": "main", "upstream_model": "Real/Name"}},
+        "routing": {"default": "main"},
+    }
+    with threaded_gateway(tmp_path_factory.mktemp("forward"), json.dumps(config)) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    gateway.forget()
+    upstream.forget()
+
+
+def test_a_body_with_nothing_to_change_arrives_byte_for_byte(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    body = (
+        b'{ "model":"fake", "messages" : [{"role":"user","content":"\\u00fc\\/ 1.00"}],\n "x_future":{"a":[1.0,2e3]} }'
+    )
+    answer = gateway.client.post(CHAT, content=body)
+    assert answer.status_code == 200
+    assert upstream.last.body == body
+
+
+def test_unknown_fields_survive_a_change_of_the_model(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    extra = {"x_future": {"deep": [1, None, "é"]}, "guided_json": {"type": "object"}, "n": 2}
+    gateway.client.post(CHAT, json={"model": "short", "messages": MESSAGES, **extra})
+    assert upstream.last.json == {"model": "Real/Name", "messages": MESSAGES, **extra}
+
+
+def test_the_answer_names_the_model_that_was_asked_for(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    for stream in (False, True):
+        answer = gateway.client.post(CHAT, json={"model": "short", "messages": MESSAGES, "stream": stream})
+        assert '"Real/Name"' not in answer.text and '"short"' in answer.text
+        assert answer.headers["x-gateway-model"] == "Real/Name"
+        assert answer.headers["x-gateway-upstream"] == "main"
+        assert answer.headers["x-gateway-attempts"] == "1"
+        assert answer.headers["x-gateway-config-generation"] == "1"
+
+
+def test_an_answer_is_passed_on_byte_for_byte(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    odd = b'{ "id":"x", "choices":[{"index":0,"message":{"role":"assistant","content":"1.00"},"x":1.0}] , "model":"y"}'
+    upstream.script(replies.Reply(parts=(odd,)))
+    assert gateway.client.post(CHAT, json={"model": "fake", "messages": MESSAGES}).content == odd
+
+
+def test_only_listed_headers_cross_and_the_key_never_does(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    sent = {
+        "x-request-id": "my-request",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "openai-beta": "assistants=v2",
+        "cookie": "session=secret",
+        "api-key": gateway.key,
+        "x-forwarded-for": "10.0.0.1",
+        "x-internal": "secret",
+    }
+    upstream.script(replies.chat().with_headers(set_cookie="a=b", x_powered_by="x", openai_processing_ms="12"))
+    answer = gateway.client.post(CHAT, json={"model": "fake", "messages": MESSAGES}, headers=sent)
+    arrived = upstream.last.headers
+    assert arrived["authorization"] == f"Bearer {UPSTREAM_KEY}"
+    assert arrived["x-request-id"] == "my-request" == answer.headers["x-request-id"]
+    assert arrived["traceparent"] == sent["traceparent"] and arrived["openai-beta"] == sent["openai-beta"]
+    assert arrived["accept-encoding"] == "identity"
+    assert not {"cookie", "api-key", "x-forwarded-for", "x-internal"} & arrived.keys()
+    assert gateway.key.encode() not in upstream.last.raw_head + upstream.last.body
+    assert answer.headers["openai-processing-ms"] == "12"
+    assert not {"set-cookie", "x-powered-by"} & answer.headers.keys()
+
+
+def test_presets_fill_what_the_request_leaves_out(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    before = gateway.state.snapshot
+    models = {**before.models, "fake": _with(before.models["fake"], presets={"temperature": 0.3, "top_p": 0.5})}
+    changed = _with(before, models=models, presets={"temperature": 0.9, "seed": 42}, generation=2)
+    gateway.state.snapshot = changed
+    try:
+        gateway.client.post(CHAT, json={"model": "fake", "messages": MESSAGES, "top_p": 1})
+        assert upstream.last.json == {
+            "model": "fake", "messages": MESSAGES, "top_p": 1, "temperature": 0.3, "seed": 42,
+        }  # fmt: skip
+    finally:
+        gateway.state.snapshot = before
+
+
+def test_a_key_of_a_plan_that_is_gone_gets_nothing(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    from headrace.gateway.keys import KeyRequest
+
+    secret = gateway.ledger.store.create(KeyRequest(name="planned", plan="gone"))[1]
+    gateway.ledger.keys.reload()
+    with gateway.client_with(secret) as client:
+        answer = client.post(CHAT, json={"model": "fake", "messages": MESSAGES})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "plan_not_found")
+    assert upstream.requests == []
+
+
+def test_a_key_calls_and_sees_only_its_models(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    from headrace.gateway.keys import KeyRequest
+
+    secret = gateway.ledger.store.create(KeyRequest(name="narrow", models=("short",)))[1]
+    gateway.ledger.keys.reload()
+    with gateway.client_with(secret) as client:
+        refused = client.post(CHAT, json={"model": "fake", "messages": MESSAGES})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert client.post(CHAT, json={"model": "short", "messages": MESSAGES}).status_code == 200
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["short"]
+        assert client.get("/v1/models/fake").status_code == 404
+
+
+def test_models_answer_in_the_shape_that_the_client_reads(gateway: ThreadedGateway) -> None:
+    openai = gateway.client.get("/api/v1/models").json()
+    names = {model["id"] for model in openai["data"]}
+    assert openai["object"] == "list" and {"fake", "short"} <= names
+    assert {model["slug"] for model in openai["models"]} == names
+    anthropic = gateway.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert {model["id"] for model in anthropic["data"]} == names
+    assert anthropic["has_more"] is False and anthropic["data"][0]["type"] == "model"
+    one = gateway.client.get("/v1/models/short").json()
+    assert (one["id"], one["object"]) == ("short", "model")
+
+
+def test_embeddings_go_through_and_are_counted(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    body = {"model": "fake", "input": [[1, 2, 3]], "encoding_format": "base64"}
+    answer = gateway.client.post("/v1/embeddings", json=body)
+    assert answer.json()["data"][0]["embedding"] == [0.5, 0.25]
+    assert upstream.last.json == body
+    event = gateway.wait_for_events(1)[0]
+    assert (event.endpoint, event.input_tokens, event.output_tokens) == ("embeddings", replies.USAGE[0], 0)
+
+
+def test_a_body_too_large_is_refused_after_the_key_was_checked(gateway: ThreadedGateway) -> None:
+    before = gateway.state.snapshot
+    gateway.state.snapshot = _with(before, listen=_with(before.listen, max_body_bytes=100))
+    try:
+        large = {"model": "fake", "messages": [{"role": "user", "content": "x" * 200}]}
+        assert gateway.client.post(CHAT, json=large).status_code == 413
+        with gateway.client_with("sk-hr-wrong") as client:
+            assert client.post(CHAT, json=large).status_code == 401
+    finally:
+        gateway.state.snapshot = before
+
+
+def test_count_tokens_is_an_estimate_where_the_upstream_cannot_count(gateway: ThreadedGateway) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "one two three four five six"}]}
+    answer = gateway.client.post("/v1/messages/count_tokens", json=body)
+    assert answer.status_code == 200 and 8 <= answer.json()["input_tokens"] <= 40
+    assert answer.headers["x-gateway-estimated"] == "true"
+
+
+def test_a_request_without_a_model_goes_to_the_default_one(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    answer = gateway.client.post(CHAT, json={"messages": MESSAGES})
+    assert answer.status_code == 200, answer.text
+    assert upstream.last.json["model"] == "fake"
+
+
+def _with(value: Any, **changes: object) -> Any:
+
+    return replace(value, **changes)
