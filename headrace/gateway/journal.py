@@ -35,10 +35,15 @@ class Journal:
         self._path: Path | None = None
         self._descriptor = -1
         self._lock = threading.Lock()
+        self._names: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
         return self._path is None
+
+    def is_own(self, name: str) -> bool:
+        """Whether this process wrote the journal of that name."""
+        return name in self._names
 
     def append(self, events: Sequence[UsageEvent]) -> None:
         """Raises OSError."""
@@ -49,6 +54,7 @@ class Journal:
                 self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
                 self._path = path
+                self._names.add(path.name)
             view = memoryview(lines)
             while view:
                 view = view[os.write(self._descriptor, view) :]

@@ -96,10 +96,14 @@ def check_pepper(database: Database, pepper: bytes, data_dir: Path) -> None:
     """Raises ConfigError when the database's keys were made with another pepper: each of them would be refused."""
     mine = hmac.digest(pepper, b"headrace pepper check", hashlib.sha256).hex()
     settings = tables.settings
-    with database.write() as connection:
-        statement = database.insert(settings).values(name=_CHECK, value=mine)
-        connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
-        stored = connection.execute(select(settings.c.value).where(settings.c.name == _CHECK)).scalar_one()
+    question = select(settings.c.value).where(settings.c.name == _CHECK)
+    with database.read() as connection:
+        stored = connection.execute(question).scalar()
+    if stored is None:
+        with database.write() as connection:
+            statement = database.insert(settings).values(name=_CHECK, value=mine)
+            connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
+            stored = connection.execute(question).scalar_one()
     if stored != mine:
         raise ConfigError(
             f"The keys in {database.shown_url} were made with another pepper than the one in {data_dir / PEPPER_FILE}, "

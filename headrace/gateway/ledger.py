@@ -66,4 +66,5 @@ def open_ledger(
     keys = KeyIndex(store, page=page)
     keys.start()
     limiter = Limiter(spending(database, time.time()))
+    usage.report_spending(limiter.spent_elsewhere)
     return Ledger(database=database, data_dir=folder, store=store, keys=keys, limiter=limiter, usage=usage)

@@ -14,6 +14,7 @@ waits or locks: one event loop calls it. The headers of an answer come from the 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,17 +28,12 @@ from headrace.gateway.snapshot import Dialect, Limits, Plan
 from headrace.protocol import access_errors
 from headrace.protocol.errors import ApiError
 
+KINDS = ("requests", "tokens")
+PARTS = ("limit", "remaining", "reset")
 HEADER_NAMES: Mapping[Dialect, Sequence[tuple[str, ...]]] = {
-    "openai": [
-        tuple(f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset"))
-        for kind in ("requests", "tokens")
-    ],
-    "anthropic": [
-        tuple(f"anthropic-ratelimit-{kind}-{part}" for part in ("limit", "remaining", "reset"))
-        for kind in ("requests", "tokens")
-    ],
+    "openai": [tuple(f"x-ratelimit-{part}-{kind}" for part in PARTS) for kind in KINDS],
+    "anthropic": [tuple(f"anthropic-ratelimit-{kind}-{part}" for part in PARTS) for kind in KINDS],
 }
-"""Of requests and of tokens: limit, remaining, reset."""
 
 
 @dataclass(slots=True)
@@ -94,6 +90,7 @@ class Limiter:
     ) -> None:
         self.now_ns = now_ns
         self.now_s = now_s
+        self._elsewhere: deque[tuple[str, int]] = deque()
         self._meters: dict[str, _Meter] = {key_id: _Meter(spent) for key_id, spent in (spending or {}).items()}
 
     def admit(
@@ -110,6 +107,8 @@ class Limiter:
         `dialect` is that of the rate headers, also of a refusal's.
         """
         now_ns, now_s = self.now_ns(), self.now_s()
+        if self._elsewhere:
+            self._book_elsewhere(day_number(now_s))
         meter = self._meter(record, plan, now_ns)
         tokens = max(0, estimated_tokens)
         micros = max(0, estimated_micros)
@@ -128,6 +127,10 @@ class Limiter:
             self, meter, tuple(o.tokens for o in meter.owners if o.tokens is not None), tokens, micros, dialect
         )
 
+    def spent_elsewhere(self, key_id: str, micros: int) -> None:
+        """Another process has spent this on the key. May be called from any thread; it counts at the next request."""
+        self._elsewhere.append((key_id, micros))
+
     def load(self, key_id: str) -> KeyLoad:
         meter = self._meters.get(key_id) or _Meter(Spending())
         day, spending = day_number(self.now_s()), meter.spending
@@ -143,6 +146,11 @@ class Limiter:
     def in_flight(self) -> int:
         """Requests of all keys that hold a slot."""
         return sum(meter.in_flight for meter in list(self._meters.values()))
+
+    def _book_elsewhere(self, day: int) -> None:
+        while self._elsewhere:
+            key_id, micros = self._elsewhere.popleft()
+            self._meters.setdefault(key_id, _Meter(Spending())).spending.add(micros, day)
 
     def _meter(self, record: KeyRecord, plan: Plan | None, now_ns: int) -> _Meter:
         meter = self._meters.get(record.id)

@@ -21,6 +21,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from headrace.gateway.journal import Journal, replay
+from headrace.gateway.spent_elsewhere import Report, SpentElsewhere
 from headrace.gateway.storage.database import Database
 from headrace.gateway.usage_event import Outcome, UsageEvent, cost_micros
 from headrace.gateway.usage_rows import count_journal, insert_usage, prune
@@ -35,6 +36,8 @@ PATIENCE_MS = 400
 RETRY_S = 2.0
 """After a failed write the database is tried again so often; until then everything goes to the journal."""
 PRUNE_INTERVAL_S = 600.0
+LOOK_INTERVAL_S = 5.0
+"""How often it is looked what other processes have spent."""
 CLOSE_PATIENCE_S = 10.0
 DAY_S = 86_400
 
@@ -75,6 +78,9 @@ class UsageWriter:
         self._spilling = threading.Lock()
         self._failed_at: float | None = None
         self._pruned_at = time.monotonic()
+        self._elsewhere: SpentElsewhere | None = None
+        self._look_interval_s = LOOK_INTERVAL_S
+        self._looked_at = time.monotonic()
         try:
             replay(journal_dir, self._count)
         except SQLAlchemyError as error:
@@ -99,6 +105,11 @@ class UsageWriter:
             self._overflow.set()
         elif waiting == self._batch_events:
             self._wake.set()
+
+    def report_spending(self, report: Report, interval_s: float = LOOK_INTERVAL_S) -> None:
+        """From now on tell `report` what other processes spend on which key. Blocks for one query."""
+        self._look_interval_s = interval_s
+        self._elsewhere = SpentElsewhere(self._database, report, self._now_s())
 
     def flush(self, timeout_s: float = CLOSE_PATIENCE_S) -> bool:
         """Wait until everything appended so far is in the database or a journal. Blocks. False = not in time."""
@@ -135,6 +146,7 @@ class UsageWriter:
             if closing:
                 return
             self._recover()
+            self._look()
             self._prune()
 
     def _write(self, events: Sequence[UsageEvent]) -> None:
@@ -149,8 +161,13 @@ class UsageWriter:
             self._failed(error)
             self._to_journal(events)
         else:
-            self.written += written
+            self._wrote(written, events)
             self._failed_at = self.write_error = None
+
+    def _wrote(self, written: int, events: Sequence[UsageEvent]) -> None:
+        self.written += written
+        if self._elsewhere is not None:
+            self._elsewhere.wrote(events)
 
     def _is_failing(self) -> bool:
         return self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S
@@ -175,7 +192,8 @@ class UsageWriter:
             self._failed_at = self.write_error = None
 
     def _count(self, name: str, events: Sequence[UsageEvent]) -> None:
-        self.written += count_journal(self._database, name, events, self._batch_events)
+        written = count_journal(self._database, name, events, self._batch_events)
+        self._wrote(written, events if self._journal.is_own(name) and written else ())
 
     def _spill(self) -> None:
         """Keep the queue bounded while the writer waits for the database."""
@@ -207,6 +225,16 @@ class UsageWriter:
             logger.critical("Usage can be written neither to the database nor to a journal: %s", error)
             for event in events:
                 logger.critical("Unwritten usage: %s", msgspec.json.encode(event).decode())
+
+    def _look(self) -> None:
+        elapsed_s = time.monotonic() - self._looked_at
+        if self._elsewhere is None or elapsed_s < self._look_interval_s or self._is_failing():
+            return
+        self._looked_at = time.monotonic()
+        try:
+            self._elsewhere.look()
+        except SQLAlchemyError as error:
+            self._failed(error)
 
     def _prune(self) -> None:
         if self._retention_days is None or time.monotonic() - self._pruned_at < PRUNE_INTERVAL_S:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from headrace.gateway.keys import KeyMistake
 from headrace.gateway.ledger import open_store
 from headrace.gateway.usage_event import UsageEvent
 from headrace.gateway.usage_rows import insert_usage
+from tests.documents import runnable
 
 SECRET = re.compile(r"sk-hr-[0-9A-Za-z]{43}")
 
@@ -173,6 +177,17 @@ def test_the_database_comes_from_the_configuration(tmp_path: Path, capsys: pytes
     assert stat.S_IMODE((folder / "keys.db").stat().st_mode) == 0o600
     assert main(["key", "create", "cj", "--plan", "codin", "--config", str(config)]) == 2
     assert "--plan codin: the configuration has the plans" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_keys_page_work_one_after_the_other(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
+    for block in runnable("run: keys"):
+        command = ["bash", "-euo", "pipefail", "-c", block.text]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{block.place}: {result.stderr}"
+    assert SECRET.fullmatch((tmp_path / "nightly.key").read_text().strip())
+    assert (tmp_path / ".headrace" / "gateway.db").exists()
 
 
 @pytest.mark.parametrize(

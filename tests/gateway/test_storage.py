@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -117,6 +118,16 @@ def test_an_up_to_date_database_is_opened_without_loading_alembic(tmp_path: Path
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+def test_a_start_does_not_wait_for_a_process_that_is_writing(tmp_path: Path) -> None:
+    open_store(None, tmp_path).database.close()
+    writer = sqlite3.connect(tmp_path / "gateway.db", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    store = open_store(None, tmp_path)
+    assert store.records() == []
+    store.database.close()
+    writer.close()
 
 
 def test_another_data_directory_with_the_same_database_is_refused_because_no_key_would_fit(tmp_path: Path) -> None:

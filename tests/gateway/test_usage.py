@@ -275,6 +275,32 @@ def test_budgets_survive_a_restart(tmp_path: Path) -> None:
         again.close()
 
 
+def test_a_budget_holds_over_two_processes(tmp_path: Path) -> None:
+    here, there = open_ledger(None, tmp_path), open_ledger(None, tmp_path)
+    try:
+        here.usage.report_spending(here.limiter.spent_elsewhere, interval_s=0.1)
+        record, _ = here.store.first()
+        record = replace(record, limits=Limits(budget_micros=100, budget_period="day"))
+        for ledger, micros in ((here, 30), (there, 60), (here, 9)):
+            with ledger.limiter.admit(record, estimated_micros=micros) as lease:
+                lease.settle(1, micros)
+            ledger.usage.append(event(time_s=time.time(), key_id=record.id, cost_micros=micros))
+        assert here.usage.flush() and there.usage.flush()
+
+        def spent() -> int:
+            here.limiter.admit(record).release()
+            return here.limiter.load(record.id).spent_day_micros
+
+        wait_until(lambda: spent() == 99)
+        time.sleep(0.3)
+        assert spent() == 99
+        with pytest.raises(ApiError, match="a day"):
+            here.limiter.admit(record, estimated_micros=2)
+    finally:
+        here.close()
+        there.close()
+
+
 def test_spending_is_split_by_period(database: Database, journal_dir: Path) -> None:
     writer = UsageWriter(database, journal_dir)
     # Sunday the 29th: the day; the week from Monday the 23rd; the month from the 1st.

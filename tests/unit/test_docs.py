@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from headrace.protocol import errors
+from headrace.protocol import access_errors, errors
 from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
@@ -69,6 +69,17 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.missing_api_key(),
         errors.malformed_authorization("x"),
         errors.invalid_api_key(),
+        access_errors.no_key("x"),
+        access_errors.malformed_key("x", "y"),
+        access_errors.unknown_key("x", "y"),
+        access_errors.key_expired(0.0, "x"),
+        access_errors.key_replaced(0.0, "x"),
+        access_errors.key_revoked(0.0, "x"),
+        access_errors.ip_not_allowed("x"),
+        access_errors.model_not_allowed("x", "y", "z"),
+        access_errors.rate_limit_exceeded("x", 1.0, {}),
+        access_errors.concurrency_exceeded("x", {}),
+        access_errors.insufficient_quota("x", None, {}),
         errors.origin_not_allowed("x"),
         errors.model_not_found("x", ["y"]),
         errors.unknown_endpoint("GET", "/x", ["/y"]),

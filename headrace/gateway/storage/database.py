@@ -21,13 +21,15 @@ from sqlalchemy.sql.schema import Table
 
 from headrace.config.errors import ConfigError
 from headrace.gateway.storage import tables
-from headrace.gateway.storage.upgrade import upgrade
+from headrace.gateway.storage.upgrade import NEWEST, revision, upgrade
 
 DEFAULT_DATA_DIR = "~/.headrace"
 FILE_NAME = "gateway.db"
 
 BUSY_TIMEOUT_MS = 5000
 """How long a SQLite writer waits for another one before it gives up."""
+UPGRADE_PATIENCE_MS = 120_000
+"""How long a start waits for another process that upgrades the same database."""
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_MS = 30_000
 
@@ -113,8 +115,11 @@ def open_database(url: str | None, data_dir: Path) -> Database:
         ) from None
     database = Database(engine)
     try:
-        with database.write() as connection:
-            upgrade(connection)
+        with database.read() as connection:
+            is_current = revision(connection) == NEWEST
+        if not is_current:
+            with database.write(UPGRADE_PATIENCE_MS) as connection:
+                upgrade(connection)
     except SQLAlchemyError as error:
         engine.dispose()
         raise ConfigError(_advice(database, error)) from None

@@ -24,6 +24,7 @@ def upgrade(connection: Connection, target: str = NEWEST) -> None:
     Raises ConfigError when the database was written by a newer Headrace.
     """
     if connection.dialect.name == "postgresql":
+        connection.execute(text("SET LOCAL statement_timeout = 0"))  # a step over many rows takes its time
         connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": _LOCK_ID})
     found = revision(connection)
     if found == target:
