@@ -32,7 +32,9 @@ class SequenceStep:
     """Compute tokens [start, start + num_tokens) of a sequence.
 
     `new_block_ids` are appended to the sequence's block table before the step. With `samples` the logits of
-    the last row choose the next token, which the runtime appends to its own row as well.
+    the last row choose the next token, which the runtime appends to its own row as well. The logits of the first
+    `num_scored` rows give the log-probabilities of the prompt tokens that follow them; how many a step may have is
+    bounded, because each takes a row of the vocabulary's width.
     """
 
     seq_id: int
@@ -40,6 +42,7 @@ class SequenceStep:
     num_tokens: int
     new_block_ids: tuple[int, ...]
     samples: bool
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,16 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of the prompt tokens behind a step's first `num_scored` rows, in order."""
+
+    seq_id: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
     seconds: float
     sampled: tuple[Sampled, ...]
+    scored: tuple[Scored, ...] = ()

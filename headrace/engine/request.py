@@ -41,6 +41,8 @@ class Request:
     """By index; those that wait or run."""
     started: bool = False
     num_cached_tokens: int = 0
+    num_scored_tokens: int = 0
+    """Prompt tokens after the first whose log-probabilities have been given out."""
 
     @property
     def params(self) -> SamplingParams:
@@ -49,6 +51,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.message.token_ids)
+
+    @property
+    def scores(self) -> bool:
+        """Log-probabilities of prompt tokens are still to come, so the prompt must be computed, cached or not."""
+        return self.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +83,8 @@ class Sequence:
     num_published_blocks: int = 0
     num_passed_tokens: int = 0
     """Prefill tokens that went to later comers while this one had more to compute."""
+    num_overtaken: int = 0
+    """Sequences of better priority that came later and were started while this one waited longest of all."""
     num_preemptions: int = 0
     queue_s: float | None = None
 

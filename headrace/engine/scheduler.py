@@ -20,6 +20,12 @@ large request is not starved by small ones that would fit.
 
 A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted.
 
+With `policy` "priority" the better priority (the lower number) goes first, but nobody starves: of the sequences that
+wait, the one that came first may be overtaken MOST_OVERTAKEN times, then it is the next to start.
+
+Log-probabilities of a prompt are computed a few rows a step (draft.py), as each takes a row as wide as the vocabulary.
+The prompt is then computed from its first token, whatever the prefix cache holds.
+
 Plans may be in flight while the next is made. `schedule` uses what is planned, `update` what a plan says, and
 a result for a sequence that has ended or been preempted since finds no owner and is dropped. The device is
 expected to execute plans in order; that is all that keeps a block safe that was freed with a step in flight.
@@ -29,43 +35,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Literal
 
 from headrace.engine.admission import Refusal, SchedulerSettings, refusal
 from headrace.engine.block_hash import domain_digest
+from headrace.engine.draft import Chunks, Draft
 from headrace.engine.kv_cache import KVCache, Prefix
 from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
 from headrace.engine.ranking import Ranking
+from headrace.engine.repetition import repeats
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
-from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
-from headrace.protocol.ipc import AddRequest, FinishReason, SequenceOutput, StepStats
+from headrace.engine.step_time import StepLoad, StepTimeModel
+from headrace.protocol.ipc import AddRequest, FinishReason, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
 QUEUE_WINDOW = 16
 """Waiting sequences, from the head of the queue, that compete for the prefill share."""
-MIN_CHUNK_TOKENS = TILE_ROWS // 2
-"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    room: int
-    """Tokens left of the budget."""
-    target_s: float
-    """What the step may take while decodes ride in it."""
-    load: StepLoad = field(default_factory=StepLoad)
-    num_decodes: int = 0
-    num_prefills: int = 0
-    preempted: bool = False
-    new: list[NewSequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    steps: list[SequenceStep] = field(default_factory=list)
+MOST_OVERTAKEN = 16
+"""Requests of better priority that may be started before one that came earlier."""
 
 
 class Scheduler:
@@ -76,6 +66,7 @@ class Scheduler:
         self.settings = settings
         self.kv_cache = KVCache(settings.num_blocks, settings.block_size, settings.enable_prefix_caching)
         self.step_time = StepTimeModel()
+        self._chunks = Chunks(settings, self.step_time)
         self._now = now
         self._requests: dict[str, Request] = {}
         self._running = Ranking(lambda seq: seq.rank)
@@ -86,6 +77,8 @@ class Scheduler:
         self._seq_ids = count()
         self._arrivals = count()
         self._next_step = 0
+        self._longest_waiting: Sequence | None = None
+        """Under "priority", of those that wait the one that came first; found anew for every step."""
         self._num_queued = 0
         """Requests of which no sequence has been started."""
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
@@ -187,9 +180,9 @@ class Scheduler:
 
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
-        draft = _Draft(self.settings.max_num_batched_tokens, self.settings.step_time_target_s)
+        draft = Draft(self.settings.max_num_batched_tokens, self.settings.step_time_target_s)
         self._serve_decodes(draft)
-        draft.target_s = self._step_target_s(draft)
+        draft.target_s = self._chunks.target_s(draft)
         self._serve_prefills(draft)
         if not draft.steps and not self._dropped:
             return None
@@ -198,7 +191,7 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def _serve_decodes(self, draft: _Draft) -> None:
+    def _serve_decodes(self, draft: Draft) -> None:
         for seq in list(self._running):
             if seq.state is not SequenceState.RUNNING or seq.remaining_tokens != 1:
                 continue
@@ -208,14 +201,6 @@ class Scheduler:
             if seq.state is SequenceState.RUNNING:
                 self._give(draft, seq, 1)
                 draft.num_decodes += 1
-
-    def _step_target_s(self, draft: _Draft) -> float:
-        """The step-time target, stretched to at most twice itself where the decodes alone need more than half of it:
-        prefill then gets as much time as they do. Otherwise a slow device would start requests one by one, and run
-        nearly empty while others queue."""
-        target_s = self.settings.step_time_target_s
-        decodes_s = self.step_time.predict_s(draft.load) if draft.num_decodes else None
-        return target_s if decodes_s is None else max(target_s, min(2 * decodes_s, 2 * target_s))
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
@@ -228,9 +213,11 @@ class Scheduler:
         self._preemptions_total += 1
         self._waiting.add(seq)
 
-    def _serve_prefills(self, draft: _Draft) -> None:
+    def _serve_prefills(self, draft: Draft) -> None:
         prefilling = [seq for seq in self._running if seq.remaining_tokens > 1]
         admitting = not draft.preempted
+        by_priority = self.settings.policy == "priority"
+        self._longest_waiting = min(self._waiting, key=_arrival, default=None) if by_priority else None
         self._waiting_reason = ""
         if draft.preempted:
             self._waiting_reason = "kv_cache"
@@ -239,17 +226,19 @@ class Scheduler:
             admitting = False
         while draft.room > 0:
             candidates = prefilling + (self._admissible() if admitting else [])
+            if draft.scored_room == 0:
+                candidates = [seq for seq in candidates if not seq.request.scores]
             if not candidates:
                 break
             seq = min(candidates, key=_turn)
             if seq.state is SequenceState.RUNNING:
-                num_tokens = self._chunk(draft, seq.remaining_tokens, seq.num_planned_tokens)
+                num_tokens = self._chunk(draft, seq, seq.num_planned_tokens)
                 if num_tokens == 0:
                     break
                 prefilling.remove(seq)
             else:
                 prefix = self._prefix(seq)
-                num_tokens = self._chunk(draft, seq.num_tokens - prefix.num_tokens, prefix.num_tokens)
+                num_tokens = self._chunk(draft, seq, prefix.num_tokens)
                 if num_tokens == 0:
                     break
                 if not self.kv_cache.allocate(seq, prefix, reserve=len(self._running)):
@@ -266,15 +255,29 @@ class Scheduler:
                 if other.rank < seq.rank:
                     other.num_passed_tokens += num_tokens
 
+    def _chunk(self, draft: Draft, seq: Sequence, start: int) -> int:
+        """How many tokens from `start` on the step can take of a sequence; 0 = none now."""
+        if not seq.request.scores:
+            return self._chunks.size(draft, seq.num_tokens - start, start)
+        # A chunk that ends where the rows to score end, or takes all, as the rows behind the last one are not scored.
+        scored = seq.request.num_prompt_tokens - 1 - start
+        wanted = seq.num_tokens - start if scored <= draft.scored_room else draft.scored_room
+        return min(wanted, self._chunks.size(draft, wanted, start))
+
     def _admissible(self) -> list[Sequence]:
-        """Waiting sequences that may be started next: a preempted one alone, else the first few of one priority."""
+        """Waiting sequences that may be started next: a preempted one alone, then one that was overtaken too often,
+        else the first few of one priority."""
         window = self._waiting.first(QUEUE_WINDOW)
         if window and window[0].num_preemptions > 0:
             return window[:1]
+        if self._longest_waiting is not None and self._longest_waiting.num_overtaken >= MOST_OVERTAKEN:
+            return [self._longest_waiting]
         return [seq for seq in window if seq.rank[0] == window[0].rank[0]]
 
     def _prefix(self, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
+        if seq.request.scores:
+            return Prefix(0, ())
         cached = self.kv_cache.cached_prefix(seq)
         for sibling in seq.request.sequences.values():
             if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
@@ -282,48 +285,18 @@ class Scheduler:
                 return forked if forked.num_tokens > cached.num_tokens else cached
         return cached
 
-    def _chunk(self, draft: _Draft, remaining: int, context: int) -> int:
-        """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""
-        settings = self.settings
-        if settings.enable_chunked_prefill:
-            wanted = min(remaining, draft.room)
-        else:
-            # Whole or not at all. Only what was preempted can be longer than a step; it then takes full steps.
-            wanted = min(remaining, settings.max_num_batched_tokens)
-            if wanted > draft.room:
-                return 0
-        if draft.num_decodes == 0:
-            return wanted
-        load, first = draft.load, draft.num_prefills == 0
-        in_time = self.step_time.largest_chunk(load, context, wanted, draft.target_s)
-        if in_time == wanted:
-            return wanted
-        if not settings.enable_chunked_prefill:
-            return wanted if first else 0
-        whole_tiles = max(in_time - (load.rows + in_time) % TILE_ROWS, 0)
-        if first:
-            least = MIN_CHUNK_TOKENS + -(load.rows + MIN_CHUNK_TOKENS) % TILE_ROWS
-            tolerable = max(self._tolerable_chunk(load, context, least), MIN_CHUNK_TOKENS // 2)
-            return min(max(whole_tiles, tolerable), wanted)
-        fills_tile = wanted <= -load.rows % TILE_ROWS and self._tolerable_chunk(load, context, wanted) == wanted
-        return wanted if fills_tile else whole_tiles
-
-    def _tolerable_chunk(self, load: StepLoad, context: int, limit: int) -> int:
-        """As many tokens up to `limit` as keep the step within twice the target, or half again what its rows cost:
-        fewer after a long context, whose attention is dearer than the rows."""
-        rows_s = self.step_time.predict_s(StepLoad(load.rows + limit, load.pairs))
-        if rows_s is None:
-            return limit
-        most_s = max(2 * self.settings.step_time_target_s, 1.5 * rows_s)
-        return self.step_time.largest_chunk(load, context, limit, most_s, untried=True)
-
-    def _start(self, draft: _Draft, seq: Sequence, prefix: Prefix) -> None:
+    def _start(self, draft: Draft, seq: Sequence, prefix: Prefix) -> None:
         """From waiting to running; `seq` has its blocks."""
         request = seq.request
         self._waiting.remove(seq)
         seq.state = SequenceState.RUNNING
         self._running.add(seq)
         self._by_id[seq.seq_id] = seq
+        if (longest := self._longest_waiting) is not None:
+            if seq is longest:
+                self._longest_waiting = None
+            elif _arrival(seq) > _arrival(longest) and seq.rank < longest.rank:
+                longest.num_overtaken += 1
         if seq.queue_s is None:
             seq.queue_s = max(0.0, self._now() - request.message.arrival_s)
         if not request.started:
@@ -339,11 +312,15 @@ class Scheduler:
             NewSequence(seq.seq_id, tuple(seq.token_ids), request.num_prompt_tokens, seq.index, request.params)
         )
 
-    def _give(self, draft: _Draft, seq: Sequence, num_tokens: int) -> None:
+    def _give(self, draft: Draft, seq: Sequence, num_tokens: int) -> None:
         start = seq.num_planned_tokens
         samples = start + num_tokens == seq.num_tokens
+        num_scored = 0
+        if seq.request.scores:
+            num_scored = max(0, min(num_tokens, seq.num_prompt_tokens - 1 - start))
+            draft.scored_room -= num_scored
         new_block_ids = tuple(seq.block_table[seq.num_announced_blocks :])
-        draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples))
+        draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples, num_scored))
         draft.load = draft.load.plus(num_tokens, start)
         draft.room -= num_tokens
         seq.num_announced_blocks = len(seq.block_table)
@@ -359,6 +336,7 @@ class Scheduler:
         num_decodes = sum(step.num_tokens == 1 and step.samples for step in plan.steps)
         self._last_step = (plan.step, plan.num_tokens - num_decodes, num_decodes)
         sampled = {entry.seq_id: entry for entry in result.sampled}
+        scored = {entry.seq_id: entry.logprobs for entry in result.scored}
         outputs = []
         for step in plan.steps:
             seq = self._by_id.get(step.seq_id)
@@ -366,15 +344,21 @@ class Scheduler:
                 continue
             seq.num_computed_tokens = step.start + step.num_tokens
             self.kv_cache.publish(seq)
+            prompt_logprobs = _unreported(seq.request, step, scored) if step.num_scored else None
             if seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self._release_forks(seq.request)
             if step.samples:
                 if step.seq_id not in sampled:
                     raise RuntimeError(f"step {plan.step} gave no token for sequence {step.seq_id}, which samples")
-                outputs.append(self._accept(seq, sampled[step.seq_id]))
+                outputs.append(self._accept(seq, sampled[step.seq_id], prompt_logprobs))
+            elif prompt_logprobs:
+                name = seq.request.message.request_id
+                outputs.append(
+                    SequenceOutput(request_id=name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs)
+                )
         return outputs
 
-    def _accept(self, seq: Sequence, sampled: Sampled) -> SequenceOutput:
+    def _accept(self, seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
         request, params = seq.request, seq.request.params
         first = seq.num_generated_tokens == 0
         finish_reason: FinishReason | None = None
@@ -390,6 +374,10 @@ class Scheduler:
             if seq.num_generated_tokens >= request.max_new_tokens:
                 finish_reason = "length"
                 break
+            rule = params.repetition_detection if seq.num_generated_tokens >= params.min_tokens else None
+            if rule is not None and repeats(seq.token_ids, seq.num_prompt_tokens, rule):
+                finish_reason = "repetition"
+                break
         if finish_reason is not None:
             self._end(seq)
         return SequenceOutput(
@@ -397,6 +385,7 @@ class Scheduler:
             index=seq.index,
             token_ids=list(sampled.token_ids[:num_accepted]),
             logprobs=None if sampled.logprobs is None else list(sampled.logprobs[:num_accepted]),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens if first else 0,
@@ -481,6 +470,22 @@ class Scheduler:
         assert all(request.sequences for request in self._requests.values()), "a request has no sequence left"
         assert self._num_queued == sum(not request.started for request in self._requests.values())
         assert not self._dropped.keys() & self._by_id.keys()
+
+
+def _arrival(seq: Sequence) -> int:
+    """The order of arrival of its request."""
+    return seq.rank[2]
+
+
+def _unreported(
+    request: Request, step: SequenceStep, scored: Mapping[int, tuple[TokenLogprobs, ...]]
+) -> list[TokenLogprobs]:
+    """What the step scored and nobody had before: a preemption has rows scored twice. RuntimeError if it is missing."""
+    if len(scored.get(step.seq_id, ())) != step.num_scored:
+        raise RuntimeError(f"a step gave no log-probabilities of the prompt of sequence {step.seq_id}, which scores it")
+    fresh = list(scored[step.seq_id][max(0, request.num_scored_tokens - step.start) :])
+    request.num_scored_tokens += len(fresh)
+    return fresh
 
 
 def _turn(seq: Sequence) -> tuple[int, bool, int, Rank]:

@@ -34,7 +34,7 @@ class Batch:
     Sequence s owns rows [query_start[s], query_start[s + 1]), which are the last rows of its `seq_lens[s]`
     tokens. `slot_mapping[t]` = block_id * block_size + offset is where row t's key and value are stored;
     `block_tables[s]` lists the blocks of sequence s, padded with 0. `sample_rows` are the rows whose logits
-    are wanted.
+    are wanted: first those that choose a token, then those that score prompt tokens.
     """
 
     token_ids: Int32  # [T]
@@ -68,10 +68,12 @@ class TokenLists:
 class SamplingRows:
     """How to choose one token in each of R rows. An optional part is None when no row needs it.
 
-    Applied in this order to float32 logits: forbidden tokens, repetition penalty (each token of `seen` once),
+    Applied in this order to float32 logits: allowed tokens (a row that lists none allows all), forbidden tokens,
+    repetition penalty (each token of `seen` once),
     frequency and presence penalties (`generated` with its counts), logit bias, then temperature, top-k, top-p,
     min-p and the draw. A row with temperature 0 takes the largest logit, lowest token id first. `uniforms` in
-    [0, 1) select by inverse distribution function. Log-probabilities are of the raw logits.
+    [0, 1) select by inverse distribution function. A row whose `given` is not -1 chooses nothing: that token is its
+    token, to be scored. Log-probabilities are of the raw logits.
     """
 
     temperature: Float32  # [R]
@@ -86,6 +88,10 @@ class SamplingRows:
     generated: TokenLists | None = None
     logit_bias: TokenLists | None = None
     forbidden: TokenLists | None = None
+    allowed: TokenLists | None = None
+    given: Int32 | None = None  # [R], -1 = choose
+    scored: TokenLists | None = None
+    """Tokens whose log-probabilities are wanted besides; needs `num_logprobs`."""
     num_logprobs: int | None = None
     """Alternatives to report for every row (the largest any row wants); None = no log-probabilities."""
 
@@ -97,6 +103,7 @@ class SampledRows:
     ranks: Int32 | None = None  # [R], 1 = most likely
     top_token_ids: Int32 | None = None  # [R, num_logprobs], most likely first
     top_logprobs: Float32 | None = None
+    scored_logprobs: Float32 | None = None  # of the tokens of `SamplingRows.scored`, in their order
 
 
 class InvalidLogits(ArithmeticError):

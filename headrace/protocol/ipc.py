@@ -10,7 +10,18 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True):
+    """End a sequence whose generated tokens end in one pattern, `min_count` times in a row.
+
+    Patterns of `min_pattern_size` to `max_pattern_size` tokens count; see engine/repetition.py.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -20,6 +31,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     draws the same tokens again; sequence `index` of a request draws from (seed, index, position).
     `stop_token_ids` already holds the model's end-of-sequence ids unless the request ignores them.
     `logprobs` is the number of alternatives to return besides the chosen token; None means none at all.
+    With `logprob_token_ids` (and `logprobs` set) the alternatives are these tokens, in this order, instead of the
+    best. `prompt_logprobs` asks the same for every prompt token but the first; it is not served from the prefix
+    cache. `allowed_token_ids` None allows every token. A sequence of `bad_words` may not be completed: its last
+    token is forbidden where the generated tokens end in the others. Whoever makes these leaves at least one token
+    allowed at every place.
     """
 
     max_tokens: int
@@ -36,6 +52,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     min_tokens: int = 0
     seed: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    repetition_detection: RepetitionDetection | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
@@ -68,7 +89,7 @@ ToCore = AddRequest | AbortRequest | ResetPrefixCache | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one sampled token: of itself and of the best alternatives, best first."""
+    """Log-probabilities of one token: of itself and of the alternatives, best first (or as `logprob_token_ids`)."""
 
     token_id: int
     logprob: float
@@ -78,12 +99,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What one step gave one sequence. `stop_token_id` is set when a token ended it."""
+    """What one step gave one sequence. `stop_token_id` is set when a token ended it.
+
+    `prompt_logprobs` continue where the request's last ones ended, beginning with the second prompt token; all of
+    them come before the first generated token. An output may hold them and no token.
+    """
 
     request_id: str
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

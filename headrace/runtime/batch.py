@@ -44,6 +44,10 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
     # A reused row has its last owner's blocks beyond its own.
     block_tables[np.arange(num_blocks)[None, :] >= table.num_blocks[rows][:, None]] = 0
     samples = np.array([step.samples for step in steps], bool)
+    sample_rows = query_start[1:][samples] - 1
+    if any(step.num_scored for step in steps):
+        scored = [np.arange(start, start + step.num_scored) for start, step in zip(query_start, steps, strict=False)]
+        sample_rows = np.concatenate([sample_rows, *scored])
     return Batch(
         token_ids=table.tokens[row_of_token, positions],
         positions=positions.astype(np.int32),
@@ -51,5 +55,5 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
         query_start=query_start.astype(np.int32),
         seq_lens=seq_lens.astype(np.int32),
         block_tables=block_tables,
-        sample_rows=(query_start[1:][samples] - 1).astype(np.int32),
+        sample_rows=sample_rows.astype(np.int32),
     )

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config.model_files import ModelFiles
-from headrace.engine.plan import Plan, Sampled, SequenceStep, StepResult
-from headrace.kernels.ops import InvalidLogits, Kernels, KVCacheLayout, SampledRows
+from headrace.engine.plan import Plan, Sampled, Scored, SequenceStep, StepResult
+from headrace.kernels.ops import InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
 from headrace.models import Model, build_model
+from headrace.protocol.ipc import TokenLogprobs
 from headrace.runtime.batch import build_batch
-from headrace.runtime.sampling import SequenceSampling, sampling_rows, token_logprobs
+from headrace.runtime.sampling import SequenceSampling, listed_logprobs, sampling_rows, token_logprobs
 from headrace.runtime.table import SequenceTable
 from headrace.weights.checkpoint import Checkpoint, Progress
 
@@ -78,15 +79,15 @@ class Runner:
         blocks_before = table.num_blocks[rows_before]
         try:
             self.kernels.copy_blocks(plan.block_copies)
-            sampled = self._compute(plan.steps) if plan.steps else ()
+            sampled, scored = self._compute(plan.steps) if plan.steps else ((), ())
         except BaseException:
             table.num_blocks[rows_before] = blocks_before
             for sequence in plan.new:
                 table.drop(sequence.seq_id)
             raise
-        return StepResult(plan.step, time.perf_counter() - started_s, sampled)
+        return StepResult(plan.step, time.perf_counter() - started_s, sampled, scored)
 
-    def _compute(self, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
+    def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
         if self._model is None or not self._block_size:
             raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
         table = self._table
@@ -96,32 +97,67 @@ class Runner:
                 table.append_blocks(row, step.new_block_ids)
         batch = build_batch(table, rows, steps, self._block_size)
         logits = self._model.forward(self.kernels, self.kernels.load_batch(batch))
-        sampling = [i for i, step in enumerate(steps) if step.samples]
-        if not sampling:
-            return ()
-        seq_ids = [steps[i].seq_id for i in sampling]
-        return self._sample(logits, seq_ids, rows[sampling])
+        choosing = np.array([i for i, step in enumerate(steps) if step.samples], np.int64)
+        scoring = np.array([i for i, step in enumerate(steps) if step.num_scored], np.int64)
+        if not len(choosing) and not len(scoring):
+            return (), ()
+        return self._sample(logits, [steps[i] for i in choosing], rows[choosing], [steps[i] for i in scoring])
 
-    def _sample(self, logits: object, seq_ids: Sequence[int], rows: NDArray[np.int64]) -> tuple[Sampled, ...]:
+    def _sample(
+        self,
+        logits: object,
+        choosing: Sequence[SequenceStep],
+        rows: NDArray[np.int64],
+        scoring: Sequence[SequenceStep],
+    ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
+        """`rows` are the table's of `choosing`. The logits' rows: one each of these, then those that score."""
         table = self._table
-        states: list[SequenceSampling] = [state for row in rows.tolist() if (state := table.sampling[row]) is not None]
+        states = [_state(table, row) for row in rows.tolist()]
         tokens = [table.tokens[row, : table.num_tokens[row]] for row in rows.tolist()]
-        wanted = sampling_rows(states, tokens, self.files.config.vocab_size)
+        owners = [step.seq_id for step in choosing]
+        given: list[int] = []
+        for step in scoring:
+            row = table.row(step.seq_id)
+            params = _state(table, row).params
+            state = SequenceSampling.scoring(params.prompt_logprobs or 0, params.logprob_token_ids)
+            states += [state] * step.num_scored
+            tokens += [table.tokens[row, :0]] * step.num_scored
+            owners += [step.seq_id] * step.num_scored
+            given += table.tokens[row, step.start + 1 : step.start + 1 + step.num_scored].tolist()
+        wanted = sampling_rows(states, tokens, self.files.config.vocab_size, given)
         try:
             chosen = self.kernels.sample(logits, wanted)
         except InvalidLogits as error:
-            raise BrokenSequences([seq_ids[row] for row in error.rows]) from error
-        result = tuple(_sampled(chosen, i, seq_ids[i], state) for i, state in enumerate(states))
-        table.append_tokens(rows, chosen.token_ids)
-        return result
+            raise BrokenSequences(list(dict.fromkeys(owners[row] for row in error.rows))) from error
+        reports = [_report(chosen, row, state, wanted.scored) for row, state in enumerate(states)]
+        count = len(choosing)
+        sampled = tuple(
+            Sampled(seq_id, (int(token_id),), None if report is None else (report,))
+            for seq_id, token_id, report in zip(owners[:count], chosen.token_ids[:count], reports[:count], strict=True)
+        )
+        scored = []
+        for step in scoring:
+            own = reports[count : count + step.num_scored]
+            scored.append(Scored(step.seq_id, tuple(report for report in own if report is not None)))
+            count += step.num_scored
+        if sampled:
+            table.append_tokens(rows, chosen.token_ids[: len(sampled)])
+        return sampled, tuple(scored)
 
 
-def _sampled(chosen: SampledRows, row: int, seq_id: int, state: SequenceSampling) -> Sampled:
-    token_ids = (int(chosen.token_ids[row]),)
+def _state(table: SequenceTable, row: int) -> SequenceSampling:
+    state = table.sampling[row]
+    assert state is not None
+    return state
+
+
+def _report(chosen: SampledRows, row: int, state: SequenceSampling, listed: TokenLists | None) -> TokenLogprobs | None:
     count = state.params.logprobs
     if count is None:
-        return Sampled(seq_id, token_ids)
-    return Sampled(seq_id, token_ids, (token_logprobs(chosen, row, count),))
+        return None
+    if state.params.logprob_token_ids and listed is not None:
+        return listed_logprobs(chosen, row, listed)
+    return token_logprobs(chosen, row, count)
 
 
 def _return_freed_memory() -> None:

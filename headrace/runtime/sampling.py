@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.plan import NewSequence
-from headrace.kernels.ops import Float32, SampledRows, SamplingRows, TokenLists
+from headrace.kernels.ops import Float32, Int32, SampledRows, SamplingRows, TokenLists
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
+from headrace.runtime.token_rules import TokenRules
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -26,26 +28,35 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
-    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for."""
+    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `rules` None: any token may come."""
 
     params: SamplingParams
     num_prompt_tokens: int
     stream: int
     plain: bool
+    rules: TokenRules | None = None
 
     @classmethod
     def of(cls, sequence: NewSequence) -> SequenceSampling:
         params = sequence.params
+        ruled = bool(params.bad_words) or params.allowed_token_ids is not None or params.min_tokens > 0
         plain = (
-            params.temperature == 0
+            not ruled
+            and params.temperature == 0
             and params.repetition_penalty == 1
             and params.frequency_penalty == 0
             and params.presence_penalty == 0
             and not params.logit_bias
-            and params.min_tokens == 0
             and params.logprobs is None
         )
-        return cls(params, sequence.num_prompt_tokens, random_stream(params.seed, sequence.index), plain)
+        stream = random_stream(params.seed, sequence.index)
+        return cls(params, sequence.num_prompt_tokens, stream, plain, TokenRules.of(params) if ruled else None)
+
+    @classmethod
+    def scoring(cls, num_logprobs: int, token_ids: tuple[int, ...] | None) -> SequenceSampling:
+        """For a row that scores a prompt token and chooses none."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, logprob_token_ids=token_ids)
+        return cls(params, 0, 0, plain=False)
 
 
 def random_stream(seed: int, index: int) -> int:
@@ -66,9 +77,13 @@ def uniforms(streams: Sequence[int], positions: Iterable[int]) -> Float32:
 
 
 def sampling_rows(
-    states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+    states: Sequence[SequenceSampling],
+    tokens: Sequence[NDArray[np.int32]],
+    vocab_size: int,
+    given: Sequence[int] = (),
 ) -> SamplingRows:
-    """`tokens[i]` are all tokens of the sequence of `states[i]` so far."""
+    """`tokens[i]` are all tokens of the sequence of `states[i]` so far. `given` are the tokens of the last rows,
+    which only score them."""
     if all(state.plain for state in states):
         nothing = np.zeros(len(states), np.float32)
         return SamplingRows(temperature=nothing, uniforms=nothing)
@@ -79,12 +94,6 @@ def sampling_rows(
     seen = [t if p.repetition_penalty != 1 else t[:0] for t, p in zip(tokens, params, strict=True)]
     generated = [
         t[s.num_prompt_tokens :] if s.params.frequency_penalty or s.params.presence_penalty else t[:0]
-        for t, s in zip(tokens, states, strict=True)
-    ]
-    forbidden = [
-        [i for i in s.params.stop_token_ids if 0 <= i < vocab_size]
-        if len(t) - s.num_prompt_tokens < s.params.min_tokens
-        else []
         for t, s in zip(tokens, states, strict=True)
     ]
     return SamplingRows(
@@ -99,7 +108,10 @@ def sampling_rows(
         seen=_counted(seen),
         generated=_counted(generated),
         logit_bias=_weighted([p.logit_bias or {} for p in params]),
-        forbidden=_counted(forbidden),
+        forbidden=_forbidden(states, tokens, vocab_size),
+        allowed=_allowed(states),
+        given=_given(len(states) - len(given), given),
+        scored=_scored(params),
         num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
     )
 
@@ -117,6 +129,48 @@ def token_logprobs(sampled: SampledRows, row: int, count: int) -> TokenLogprobs:
         top_token_ids=sampled.top_token_ids[row, :count].tolist(),
         top_logprobs=sampled.top_logprobs[row, :count].tolist(),
     )
+
+
+def listed_logprobs(sampled: SampledRows, row: int, scored: TokenLists) -> TokenLogprobs:
+    """The report of one row whose alternatives are its tokens of `scored`."""
+    assert sampled.scored_logprobs is not None
+    own = slice(scored.starts[row], scored.starts[row + 1])
+    return msgspec.structs.replace(
+        token_logprobs(sampled, row, 0),
+        top_token_ids=scored.token_ids[own].tolist(),
+        top_logprobs=sampled.scored_logprobs[own].tolist(),
+    )
+
+
+def _forbidden(
+    states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+) -> TokenLists | None:
+    if not any(s.rules is not None and s.rules.forbids for s in states):
+        return None
+    lists = [
+        s.rules.forbidden(t[s.num_prompt_tokens :], vocab_size) if s.rules is not None else t[:0]
+        for s, t in zip(states, tokens, strict=True)
+    ]
+    return _counted(lists)
+
+
+def _allowed(states: Sequence[SequenceSampling]) -> TokenLists | None:
+    if not any(s.rules is not None and s.rules.allowed is not None for s in states):
+        return None
+    nothing = np.zeros(0, np.int32)
+    lists = [s.rules.allowed if s.rules is not None and s.rules.allowed is not None else nothing for s in states]
+    return _token_lists(lists, lists)
+
+
+def _given(num_choosing: int, given: Sequence[int]) -> Int32 | None:
+    return np.array([-1] * num_choosing + list(given), np.int32) if given else None
+
+
+def _scored(params: Sequence[SamplingParams]) -> TokenLists | None:
+    if not any(p.logprob_token_ids for p in params):
+        return None
+    lists = [np.array(p.logprob_token_ids or (), np.int32) for p in params]
+    return _token_lists(lists, lists)
 
 
 def _unless_all(values: Sequence[float], neutral: float, dtype: type) -> NDArray | None:

@@ -118,7 +118,7 @@ class EngineMetrics:
         success = Counter(
             "vllm:request_success", "Finished sequences.", (*LABELS, "finished_reason"), registry=self.registry
         )
-        reasons: tuple[ipc.FinishReason, ...] = ("stop", "length", "abort", "error")
+        reasons: tuple[ipc.FinishReason, ...] = ("stop", "length", "repetition", "abort", "error")
         self._success = {reason: success.labels(*self._labels, reason) for reason in reasons}
         self._rejections = Counter(
             "vllm:admission_rejections", "Requests refused.", (*LABELS, "reason"), registry=self.registry

@@ -21,6 +21,8 @@ from torch import Tensor
 from headrace.kernels.ops import InvalidLogits, SampledRows, SamplingRows, TokenLists
 
 CANDIDATES = 512
+SCORED_AT_ONCE = 32
+"""Rows whose log-probabilities are worked out together: the float64 sums take four times the logits' memory."""
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> SampledRows:
@@ -35,19 +37,26 @@ def sample(logits: Tensor, rows: SamplingRows) -> SampledRows:
     if len(drawn):
         tokens = tokens.clone()
         _draw(scores, best, tokens, rows, drawn)
+    if rows.given is not None:
+        given = torch.from_numpy(rows.given.astype(np.int64)).to(tokens.device)
+        tokens = torch.where(given >= 0, given, tokens)
     token_ids = tokens.to("cpu", torch.int32).numpy()
     if rows.num_logprobs is None:
         return SampledRows(token_ids)
-    return _with_logprobs(logits, tokens, token_ids, rows.num_logprobs)
+    return _with_logprobs(logits, tokens, token_ids, rows.num_logprobs, rows.scored)
 
 
 def _adjusted(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The logits after forbidden tokens, penalties and biases; the same tensor when no row has any."""
+    """The logits after allowed and forbidden tokens, penalties and biases; the same tensor when no row has any."""
     device = logits.device
-    lists = (rows.forbidden, rows.seen, rows.generated, rows.logit_bias)
+    lists = (rows.allowed, rows.forbidden, rows.seen, rows.generated, rows.logit_bias)
     if all(part is None for part in lists):
         return logits
     scores = logits.clone()
+    if rows.allowed is not None:
+        row, token, _ = _pairs(rows.allowed, device)
+        scores[torch.unique(row)] = -torch.inf
+        scores[row, token] = logits[row, token]
     if rows.forbidden is not None:
         row, token, _ = _pairs(rows.forbidden, device)
         scores[row, token] = -torch.inf
@@ -155,17 +164,35 @@ def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return ordered.values, ids.gather(1, ordered.indices)
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, token_ids: np.ndarray, num_logprobs: int) -> SampledRows:
+def _with_logprobs(
+    logits: Tensor, tokens: Tensor, token_ids: np.ndarray, num_logprobs: int, scored: TokenLists | None
+) -> SampledRows:
+    width = min(num_logprobs, logits.shape[1])
+    parts = [
+        _scores(logits[at : at + SCORED_AT_ONCE], tokens[at : at + SCORED_AT_ONCE], width)
+        for at in range(0, len(logits), SCORED_AT_ONCE)
+    ]
+    normaliser, logprobs, ranks, ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    scored_logprobs = None
+    if scored is not None:
+        row, token, _ = _pairs(scored, logits.device)
+        scored_logprobs = (logits[row, token] - normaliser[row]).float().cpu().numpy()
+    return SampledRows(
+        token_ids=token_ids,
+        logprobs=logprobs.cpu().numpy(),
+        ranks=ranks.to("cpu", torch.int32).numpy(),
+        top_token_ids=ids.to("cpu", torch.int32).numpy(),
+        top_logprobs=top.cpu().numpy(),
+        scored_logprobs=scored_logprobs,
+    )
+
+
+def _scores(logits: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: log of the exponentials' sum, the token's log-probability and rank, the best ids and theirs."""
     largest = logits.amax(1, keepdim=True)
     sums = torch.exp(logits - largest).double().cumsum(1)[:, -1:]
     normaliser = largest.double() + torch.log(sums)
     chosen = logits.gather(1, tokens[:, None])
     ranks = (logits > chosen).sum(1) + 1
-    values, ids = _best(logits, min(num_logprobs, logits.shape[1]))
-    return SampledRows(
-        token_ids=token_ids,
-        logprobs=(chosen - normaliser)[:, 0].float().cpu().numpy(),
-        ranks=ranks.to("cpu", torch.int32).numpy(),
-        top_token_ids=ids.to("cpu", torch.int32).numpy(),
-        top_logprobs=(values - normaliser).float().cpu().numpy(),
-    )
+    values, ids = _best(logits, width)
+    return normaliser[:, 0], (chosen - normaliser)[:, 0].float(), ranks, ids, (values - normaliser).float()

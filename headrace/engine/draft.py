@@ -1,0 +1,87 @@
+"""A step's plan in the making, and how large a piece of a prompt fits into it.
+
+While decodes run, prefill takes what the step-time target leaves, in whole tiles, but never nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.engine.admission import SchedulerSettings
+from headrace.engine.plan import NewSequence, SequenceStep
+from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
+
+MIN_CHUNK_TOKENS = TILE_ROWS // 2
+"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
+MAX_SCORED_ROWS = 2 * TILE_ROWS
+"""Prompt tokens that one step scores at most: each takes a row of logits, as wide as the vocabulary."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making."""
+
+    room: int
+    """Tokens left of the budget."""
+    target_s: float
+    """What the step may take while decodes ride in it."""
+    load: StepLoad = field(default_factory=StepLoad)
+    scored_room: int = MAX_SCORED_ROWS
+    """Rows left for log-probabilities of prompt tokens."""
+    num_decodes: int = 0
+    num_prefills: int = 0
+    preempted: bool = False
+    new: list[NewSequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[SequenceStep] = field(default_factory=list)
+
+
+class Chunks:
+    """Sizes of prefill chunks, by the settings and by what steps have been seen to take."""
+
+    def __init__(self, settings: SchedulerSettings, step_time: StepTimeModel) -> None:
+        self._settings = settings
+        self._step_time = step_time
+
+    def target_s(self, draft: Draft) -> float:
+        """The step-time target, stretched to at most twice itself where the decodes alone need more than half of it:
+        prefill then gets as much time as they do. Otherwise a slow device would start requests one by one, and run
+        nearly empty while others queue."""
+        target_s = self._settings.step_time_target_s
+        decodes_s = self._step_time.predict_s(draft.load) if draft.num_decodes else None
+        return target_s if decodes_s is None else max(target_s, min(2 * decodes_s, 2 * target_s))
+
+    def size(self, draft: Draft, remaining: int, context: int) -> int:
+        """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""
+        settings = self._settings
+        if settings.enable_chunked_prefill:
+            wanted = min(remaining, draft.room)
+        else:
+            # Whole or not at all. Only what was preempted can be longer than a step; it then takes full steps.
+            wanted = min(remaining, settings.max_num_batched_tokens)
+            if wanted > draft.room:
+                return 0
+        if draft.num_decodes == 0:
+            return wanted
+        load, first = draft.load, draft.num_prefills == 0
+        in_time = self._step_time.largest_chunk(load, context, wanted, draft.target_s)
+        if in_time == wanted:
+            return wanted
+        if not settings.enable_chunked_prefill:
+            return wanted if first else 0
+        whole_tiles = max(in_time - (load.rows + in_time) % TILE_ROWS, 0)
+        if first:
+            least = MIN_CHUNK_TOKENS + -(load.rows + MIN_CHUNK_TOKENS) % TILE_ROWS
+            tolerable = max(self._tolerable_chunk(load, context, least), MIN_CHUNK_TOKENS // 2)
+            return min(max(whole_tiles, tolerable), wanted)
+        fills_tile = wanted <= -load.rows % TILE_ROWS and self._tolerable_chunk(load, context, wanted) == wanted
+        return wanted if fills_tile else whole_tiles
+
+    def _tolerable_chunk(self, load: StepLoad, context: int, limit: int) -> int:
+        """As many tokens up to `limit` as keep the step within twice the target, or half again what its rows cost:
+        fewer after a long context, whose attention is dearer than the rows."""
+        rows_s = self._step_time.predict_s(StepLoad(load.rows + limit, load.pairs))
+        if rows_s is None:
+            return limit
+        most_s = max(2 * self._settings.step_time_target_s, 1.5 * rows_s)
+        return self._step_time.largest_chunk(load, context, limit, most_s, untried=True)
