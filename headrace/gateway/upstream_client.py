@@ -191,6 +191,8 @@ class UpstreamClient:
                 return UpstreamAnswer(response)
             except aiohttp.ConnectionTimeoutError:
                 raise upstream_errors.timed_out(self.upstream, "connect", self.upstream.timeouts.connect_s) from None
+            except aiohttp.InvalidURL:
+                raise upstream_errors.unreachable(self.upstream, url, "this is no valid address") from None
             except aiohttp.ClientConnectorError as error:
                 blocked = error.os_error
                 if isinstance(blocked, BlockedAddress):
@@ -232,9 +234,12 @@ class UpstreamClients:
 
     def of(self, upstream: Upstream) -> UpstreamClient:
         client = self._clients.get(upstream.name)
-        if client is not None and (client.upstream is upstream or client.upstream == upstream):
-            return client
         if client is not None:
+            if client.upstream is upstream:
+                return client
+            if client.upstream == upstream:  # another snapshot says the same
+                client.upstream = upstream
+                return client
             self._retire(client)
         client = self._clients[upstream.name] = UpstreamClient(upstream)
         return client

@@ -1,0 +1,192 @@
+"""Endpoints that the gateway does not look into: files, batches, stored responses, audio, images, rerank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.gateway.owned import owned_id, split_id
+from tests.gateway import replies
+from tests.gateway.fake_upstream import FakeUpstream, Request
+from tests.gateway.gateways import ThreadedGateway, provider, providers, threaded_gateway
+from tests.gateway.replies import Reply
+
+
+@pytest.fixture(scope="module")
+def first() -> Iterator[FakeUpstream]:
+    with FakeUpstream() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[FakeUpstream]:
+    with FakeUpstream() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    first: FakeUpstream, second: FakeUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ThreadedGateway]:
+    config = providers(
+        first=provider(first.url, "first", max_retries=0),
+        second=provider(second.url, "second", models=["only-second", "whisper"], max_retries=0),
+        routing={"default": "first"},
+    )
+    with threaded_gateway(tmp_path_factory.mktemp("passthrough"), config) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream) -> None:
+    gateway.forget()
+    first.forget()
+    second.forget()
+
+
+def test_an_id_names_its_upstream_and_gives_it_back() -> None:
+    for id, upstream in (("file-abc", "local"), ("batch_1~x", "a b/ü"), ("x", "-")):
+        assert split_id(owned_id(id, upstream)) == (id, upstream)
+        assert "/" not in owned_id("x", upstream) and "+" not in owned_id("x", upstream)
+    assert split_id("file-abc") == ("file-abc", None)
+
+
+def test_a_file_is_found_again_at_the_upstream_that_took_it(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream
+) -> None:
+    second.answer = replies.json_reply({"id": "file-1", "object": "file", "bytes": 3})
+    sent = {"purpose": (None, "batch"), "model": (None, "only-second"), "file": ("a.jsonl", b"{}\n")}
+    made = gateway.client.post("/v1/files", files=sent)
+    assert made.status_code == 200, made.text
+    assert b'filename="a.jsonl"' in second.last.body and second.last.path == "/v1/files"
+    id = made.json()["id"]
+    assert id != "file-1" and made.json()["bytes"] == 3
+    found = gateway.client.get(f"/v1/files/{id}")
+    assert (second.last.path, found.json()["id"]) == ("/v1/files/file-1", id)
+    second.answer = Reply(content_type="application/octet-stream", parts=(b"\x00\x01" * 1000,))
+    content = gateway.client.get(f"/v1/files/{id}/content")
+    assert content.content == b"\x00\x01" * 1000 and second.last.path == "/v1/files/file-1/content"
+    second.answer = replies.json_reply({"id": "file-1", "deleted": True})
+    assert gateway.client.delete(f"/v1/files/{id}").json() == {"id": id, "deleted": True}
+    assert second.last.method == "DELETE" and first.requests == []
+
+
+def test_a_batch_goes_where_its_file_is_and_all_its_ids_are_owned(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream
+) -> None:
+    batch = {
+        "id": "batch_1",
+        "object": "batch",
+        "input_file_id": "file-1",
+        "output_file_id": "file-2",
+        "error_file_id": None,
+    }
+    second.answer = replies.json_reply(batch)
+    file = owned_id("file-1", "second")
+    made = gateway.client.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"}).json()
+    assert second.last.json == {"input_file_id": "file-1", "endpoint": "/v1/chat/completions"}
+    assert made["id"] == owned_id("batch_1", "second") and made["input_file_id"] == file
+    assert made["output_file_id"] == owned_id("file-2", "second") and made["error_file_id"] is None
+    gateway.client.post(f"/v1/batches/{made['id']}/cancel")
+    assert second.last.path == "/v1/batches/batch_1/cancel" and first.requests == []
+
+
+def test_a_list_goes_to_the_default_upstream_and_its_pages_work(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    first.answer = replies.json_reply({"object": "list", "data": [{"id": "file-1"}], "last_id": "file-1"})
+    page = gateway.client.get("/v1/files?limit=1").json()
+    assert page["data"][0]["id"] == page["last_id"] == owned_id("file-1", "first")
+    gateway.client.get("/v1/files", params={"after": page["last_id"], "limit": "1"})
+    assert first.last.target == "/v1/files?after=file-1&limit=1"
+
+
+@pytest.mark.parametrize("id", [owned_id("file-1", "gone"), "..", "a%2fb"])
+def test_an_id_of_nowhere_is_a_404(gateway: ThreadedGateway, first: FakeUpstream, id: str) -> None:
+    answer = gateway.client.get(f"/v1/files/{id}".replace("/..", "/%2e%2e"))
+    assert answer.status_code == 404 and answer.headers["content-type"] == "application/json"
+    assert first.requests == []
+
+
+def test_a_key_does_not_reach_files_of_upstreams_it_may_not_use(gateway: ThreadedGateway, second: FakeUpstream) -> None:
+    from headrace.gateway.keys import KeyRequest
+
+    secret = gateway.ledger.store.create(KeyRequest(name="first only", models=("first-model",)))[1]
+    gateway.ledger.keys.reload()
+    with gateway.client_with(secret) as client:
+        assert client.get(f"/v1/files/{owned_id('file-1', 'second')}").status_code == 404
+    assert second.requests == []
+
+
+def test_a_stored_response_is_looked_for_where_it_may_be(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream
+) -> None:
+    first.answer = replies.error(404, "no such response")
+    second.answer = replies.responses("found", model="only-second")
+    answer = gateway.client.get("/v1/responses/resp_9?include=x")
+    assert answer.status_code == 200 and answer.json()["object"] == "response"
+    assert second.last.target == "/v1/responses/resp_9?include=x"
+    second.answer = replies.error(404, "no such response")
+    assert gateway.client.delete("/v1/responses/resp_9").status_code in (404, 502)
+
+
+def test_a_form_goes_to_its_models_upstream_unchanged(gateway: ThreadedGateway, second: FakeUpstream) -> None:
+    second.answer = replies.json_reply({"text": "hello"})
+    sent = {"model": (None, "whisper"), "file": ("a.wav", b"RIFF\r\n--\x00\xff" * 100, "audio/wav")}
+    answer = gateway.client.post("/v1/audio/transcriptions", files=sent)
+    assert answer.json() == {"text": "hello"}
+    assert b"RIFF\r\n--\x00\xff" * 100 in second.last.body
+    assert second.last.headers["content-type"].startswith("multipart/form-data; boundary=")
+
+
+def test_speech_comes_as_the_bytes_it_is(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    first.answer = Reply(content_type="audio/mpeg", framing="chunked", parts=(b"\xff\xfb" * 5000, b"end"))
+    answer = gateway.client.post("/v1/audio/speech", json={"model": "fake", "input": "Hi", "voice": "x"})
+    assert answer.content == b"\xff\xfb" * 5000 + b"end"
+    assert answer.headers["content-type"] == "audio/mpeg"
+
+
+def test_bytes_that_break_off_break_off_for_the_client_too(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    import httpx
+
+    first.answer = Reply(
+        content_type="audio/mpeg", framing="chunked", parts=(b"a" * 1000, b"b" * 1000), parts_sent=1, pauses_s=0.0
+    )
+    with pytest.raises(httpx.RemoteProtocolError):
+        gateway.client.post("/v1/audio/speech", json={"model": "fake", "input": "Hi"})
+    assert gateway.wait_for_events(1)[0].outcome == "truncated"
+
+
+def test_rerank_and_score_are_json_that_passes(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    def echo(request: Request) -> Reply:
+        return replies.json_reply({"path": request.path, "got": request.json, "usage": {"total_tokens": 9}})
+
+    first.answer = echo
+    for path in ("rerank", "score", "moderations", "tokenize"):
+        body: dict[str, Any] = {"model": "fake", "query": "a", "documents": ["b"]}
+        answer = gateway.client.post(f"/api/v1/{path}", json=body)
+        assert answer.json()["got"] == body and answer.json()["path"].endswith(path)
+    assert gateway.wait_for_events(4)[0].input_tokens == 9
+
+
+def test_responses_go_natively_where_the_upstream_has_them(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    reply = replies.responses_stream("Hel", "lo")
+    first.answer = reply
+    body = {"model": "fake", "input": "Hi", "stream": True, "client_metadata": {"a": 1}, "store": False}
+    answer = gateway.client.post("/v1/responses", json=body)
+    assert answer.content == reply.body and first.last.json == body
+
+
+def test_responses_become_chat_where_the_upstream_has_none_and_that_is_remembered(tmp_path) -> None:
+    with FakeUpstream(without=("/responses",)) as upstream:
+        config = providers(main=provider(upstream.url))
+        with threaded_gateway(tmp_path, config) as own:
+            body = {"model": "fake", "input": "Hi", "client_metadata": {"a": 1}}
+            answer = own.client.post("/v1/responses", json=body)
+            assert answer.json()["object"] == "response" and answer.headers["x-gateway-attempts"] == "1"
+            own.client.post("/v1/responses", json=body)
+            paths = [request.path for request in upstream.requests]
+            assert [path for path in paths if path != "/v1/responses"] == ["/v1/chat/completions"] * 2
+            assert own.state.without_responses == {"main"}
+            assert "client_metadata" not in json.loads(upstream.last.body)
