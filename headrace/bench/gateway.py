@@ -90,10 +90,10 @@ def started(command: Sequence[str], port: int, core: int | None) -> Iterator[psu
                 time.sleep(0.1)
             yield process
         finally:
-            for child in process.children(recursive=True):
-                child.terminate()
-            process.terminate()
-            with contextlib.suppress(psutil.TimeoutExpired):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                for child in process.children(recursive=True):
+                    child.terminate()
+                process.terminate()
                 process.wait(10)
             if process.is_running():
                 process.kill()
@@ -123,7 +123,7 @@ def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tupl
             )
         )
         data = ["--data-dir", str(Path(folder) / "data")]
-        limits = ["--rpm", "100000000", "--tpm", "1000000000000", "--concurrency", "1000", "--budget", "1000000"]
+        limits = ["--rpm", "100000000", "--tpm", "1000000000000", "--concurrency", "1000", "--budget", "1000000/total"]
         made = subprocess.run(
             [sys.executable, "-m", "headrace", "key", "create", "bench", *limits, *data],
             capture_output=True,

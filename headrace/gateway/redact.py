@@ -17,25 +17,44 @@ SHORTEST_SECRET_CHARS = 6
 """Known values shorter than this, and words such as EMPTY, are no secrets: masking them would eat ordinary text."""
 NO_SECRETS = frozenset({"EMPTY", "NONE", "DUMMY", "UNUSED"})
 
-KEY_SHAPES = re.compile(
-    r"""
-    (?P<shown>\b(?:(?:sk|pk|rk|gsk|hr|hf|xai|ghp)[-_](?-i:[a-z]{2,6}\d{0,2}[-_]){0,2}|AIza|AKIA)[A-Za-z0-9]{4})
-    [A-Za-z0-9_\-]{12,}                                  # sk-Zk3v and at least twelve more
-    | (?P<scheme>\b(?:bearer|basic)\s+)(?!sk[-_])[A-Za-z0-9._~+/=\-]{8,}
-    | (?P<named>\b(?:x-)?(?:goog-)?api[-_]key["']?\s*[:=]\s*["']?)(?!sk[-_])[A-Za-z0-9._~+/=\-]{8,}
-    """,
-    re.VERBOSE | re.IGNORECASE,
+# Lines are many and keys are few: the first expression begins with literals, so that the search skips from one to the
+# next, and the second is tried only where one of its words is.
+_KEY = re.compile(r"(?:sk[-_]|pk[-_]|rk[-_]|gsk_|hr-|hf_|xai-|ghp_|AIza|AKIA)[A-Za-z0-9_\-]{14,}")
+_KEY_SHOWN = re.compile(r"[A-Za-z]{2,4}[-_]?(?:[a-z]{2,6}\d{0,2}[-_]){0,2}[A-Za-z0-9]{4}")
+_NAMED = re.compile(
+    r"""(\b(?:bearer|basic)[ ]+|\b(?:x-)?(?:goog-)?api[-_]?key["']?[ ]*[:=][ ]*["']?)"""
+    r"(?!sk[-_])[A-Za-z0-9._~+/=\-]{8,}",
+    re.IGNORECASE,
+)
+_NAMED_WORDS = (
+    "earer ",
+    "EARER ",
+    "asic ",
+    "ASIC ",
+    "api-key",
+    "api_key",
+    "apikey",
+    "apiKey",
+    "ApiKey",
+    "Api-Key",
+    "API",
 )
 
 
 def clean(text: str) -> str:
     """Without what looks like a key; a key's first characters stay, so that it can be told from others."""
-    return KEY_SHAPES.sub(_masked, text)
+    text = _KEY.sub(_without_its_end, text)
+    if any(word in text for word in _NAMED_WORDS):
+        text = _NAMED.sub(rf"\g<1>{MASK}", text)
+    return text
 
 
-def _masked(match: re.Match[str]) -> str:
-    kept: str = match["shown"] or match["scheme"] or match["named"] or ""
-    return kept + MASK
+def _without_its_end(match: re.Match[str]) -> str:
+    key, start = match[0], match.start()
+    if start and match.string[start - 1].isalnum():  # the `sk-` of task-force
+        return key
+    shown = _KEY_SHOWN.match(key)
+    return (shown[0] if shown is not None else key[:3]) + MASK
 
 
 class Redactor:
