@@ -131,7 +131,7 @@ def spoken(sent: list[Outgoing], client: Dialect) -> list[Json]:
 # several tool calls at once
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(objects, min_size=1, max_size=4), st.integers(0, 10**9), st.sampled_from(["messages", "responses"]))
 def test_interleaved_calls_are_told_one_after_the_other(arguments: list[Json], seed: int, client: Dialect):
     size = 1 + seed % 7
@@ -319,6 +319,18 @@ def test_usage_missing_is_estimated_and_marked():
     sent = stream.feed(chat_stream([chunk({"content": "x" * 36}), chunk({}, "stop")]))
     assert stream.usage == Usage(input_tokens=7, output_tokens=10, estimated=True)
     assert data(sent)[-1]["usage"]["total_tokens"] == 17
+
+
+def test_usage_of_a_broken_stream_is_what_was_generated_and_not_what_its_start_said():
+    blocks = (Block("text", "x" * 360),)
+    usage = Usage(input_tokens=50, output_tokens=1)
+    answer = Answer(id="1", model="m", created_s=None, blocks=blocks, stop=Stop("stop"), usage=usage)
+    told = upstream_bytes(answer, "messages")
+    stream = StreamTranslator(exchange("chat", "messages"))
+    stream.feed(told[: told.index(b"content_block_stop")])
+    assert stream.usage == Usage(input_tokens=50, output_tokens=100, estimated=True)
+    stream.finish()
+    assert stream.error is not None and stream.usage.output_tokens == 100
 
 
 def test_the_usage_chunk_comes_only_when_asked_for():

@@ -19,7 +19,7 @@ from headrace.protocol.translate.failures import invalid_answer
 
 
 class _Block:
-    __slots__ = ("data", "id", "is_closed", "is_open", "kind", "name", "pieces", "sent", "signature")
+    __slots__ = ("data", "id", "is_closed", "is_open", "kind", "name", "pieces", "sent", "signature", "was_told")
 
     def __init__(self, kind: BlockKind, id: str, name: str, data: str) -> None:
         self.kind: BlockKind = kind
@@ -28,7 +28,9 @@ class _Block:
         self.data = data
         self.signature: str | None = None
         self.pieces: list[str] = []
+        """Waiting to be told, or of a call all there are."""
         self.sent = 0
+        self.was_told = False
         self.is_open = False
         self.is_closed = False
 
@@ -68,7 +70,7 @@ class Blocks:
         return self._known[key].id
 
     def has_pieces(self, key: Hashable) -> bool:
-        return bool(self._known[key].pieces)
+        return self._known[key].was_told
 
     def add(self, key: Hashable, text: str) -> list[Event]:
         block = self._known[key]
@@ -78,6 +80,7 @@ class Blocks:
             return []
         if text:
             block.pieces.append(text)
+            block.was_told = True
         return list(self._advance())
 
     def sign(self, key: Hashable, signature: str) -> None:
@@ -106,6 +109,8 @@ class Blocks:
             for piece in head.pieces[head.sent :]:
                 yield Piece(piece)
             head.sent = len(head.pieces)
+            if head.kind != "call":  # Only arguments are looked at again.
+                head.pieces, head.sent = [], 0
             if not (head.is_closed or (len(self._queue) > 1 and head.is_over())):
                 return
             if head.kind == "call" and not "".join(head.pieces).strip():

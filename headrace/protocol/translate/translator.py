@@ -217,12 +217,13 @@ class StreamTranslator:
     @property
     def usage(self) -> Usage:
         """What is known of the tokens now; estimated until the upstream reports."""
-        reported = self._reported
-        if reported is None or (reported.output_tokens == 0 and self._num_bytes and not self.is_done):
-            estimate = _estimate(self._exchange, self._num_bytes)
-            known = reported or estimate
-            return replace(known, output_tokens=estimate.output_tokens, estimated=True)
-        return reported
+        estimate = _estimate(self._exchange, self._num_bytes)
+        reported = self._reported or estimate
+        if self._reader.is_complete and (reported.output_tokens or not self._num_bytes):
+            return reported
+        # What an upstream says before its end counts the output so far at best, and most say 0 or 1.
+        output_tokens = max(reported.output_tokens, estimate.output_tokens)
+        return replace(reported, output_tokens=output_tokens, estimated=True)
 
     def feed(self, piece: bytes) -> list[Outgoing]:
         """Bytes of the upstream's stream."""
@@ -295,6 +296,8 @@ class StreamTranslator:
             if not isinstance(event, Begin):
                 yield from self._writer.write(Begin(self._exchange.request_id, ""))
         match event:
+            case Begin():
+                self._reported = event.usage
             case Open(kind="call" | "redacted"):
                 self.has_content = True
             case Piece():
