@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.budget import day_number, ends_at_s, first_day
+from headrace.gateway.budget import PERIODS, Spending, day_number, ends_at_s, first_day
 from headrace.gateway.gcra import PERIOD_NS, Rate
 from headrace.gateway.keys import KeyRecord
 from headrace.gateway.limits import Lease, Limiter, duration, money
@@ -246,6 +246,21 @@ def test_a_budget_is_renewed_with_its_period_and_not_before(period: Period) -> N
     refusal(lambda: limits.admit(record, estimated_micros=1))
     clock.forward(1)
     limits.admit(record, estimated_micros=10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 100)), max_size=30), start=st.integers(0, 40_000))
+def test_what_is_spent_in_a_period_is_the_sum_over_its_days(steps: list[tuple[int, int]], start: int) -> None:
+    spending = Spending(start)
+    booked: list[tuple[int, int]] = []
+    day = start
+    for days_later, micros in steps:
+        day += days_later
+        spending.add(micros, day)
+        booked.append((day, micros))
+        for period in PERIODS:
+            since = first_day(period, day)
+            assert spending.settled(period, day) == sum(micros for when, micros in booked if when >= since)
 
 
 def test_durations_and_money_read_as_people_write_them() -> None:

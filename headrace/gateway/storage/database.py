@@ -171,11 +171,8 @@ def _sqlite_engine(url: URL) -> Engine:
     def begin(connection: Connection) -> None:
         # A writer takes its lock at once: a reader that turns into a writer later could only fail.
         patience_ms = connection.get_execution_options().get(_PATIENCE_MS)
-        if patience_ms is None:
-            connection.exec_driver_sql("BEGIN")
-        else:
-            connection.exec_driver_sql(f"PRAGMA busy_timeout = {patience_ms:d}")
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {patience_ms or BUSY_TIMEOUT_MS:d}")
+        connection.exec_driver_sql("BEGIN" if patience_ms is None else "BEGIN IMMEDIATE")
 
     return engine
 
