@@ -273,6 +273,14 @@ def test_an_error_in_the_stream_is_the_clients_error(client: Dialect, event: Jso
     assert "bye" not in json.dumps(data(sent))
 
 
+def test_what_came_in_one_event_with_a_failure_is_told_before_it():
+    call = {"index": 0, "id": "c", "function": {"arguments": "{}"}}
+    nameless = chunk({"content": "So:", "tool_calls": [call]}, "tool_calls")
+    sent, state = translated("chat", "chat", chat_stream([nameless]))
+    assert state.error is not None and state.error.code == "upstream_invalid_response"
+    assert [event["choices"][0]["delta"].get("content") for event in data(sent)[:-1]] == ["", "So:"]
+
+
 def test_an_overload_of_anthropics_is_an_overload():
     stream = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"Overloaded"}}\n\n'
     _, state = translated("chat", "messages", stream)

@@ -54,9 +54,9 @@ class ChatReader:
         self.is_complete = False
         """A finish_reason has come; all that may follow is usage."""
 
-    def feed(self, chunk: Json) -> list[Event]:
-        """Raises ApiError for an error in the stream."""
-        return list(self._read(chunk))
+    def feed(self, chunk: Json) -> Iterable[Event]:
+        """What came before a failure is given first. Raises ApiError for an error in the stream."""
+        return self._read(chunk)
 
     def end(self) -> list[Event]:
         """The stream said [DONE], or ended after it was complete."""

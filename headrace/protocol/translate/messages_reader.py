@@ -50,9 +50,9 @@ class MessagesReader:
         self.is_complete = False
         """A stop_reason has come: with or without message_stop, the answer is whole."""
 
-    def feed(self, event: Json) -> list[Event]:
-        """Raises ApiError for an `error` event."""
-        return list(self._read(event))
+    def feed(self, event: Json) -> Iterable[Event]:
+        """What came before a failure is given first. Raises ApiError for an `error` event."""
+        return self._read(event)
 
     def end(self) -> list[Event]:
         """The stream ended after it was complete, and had no message_stop."""

@@ -42,9 +42,9 @@ class ResponsesReader:
         self._has_calls = False
         self.is_complete = False
 
-    def feed(self, event: Json) -> list[Event]:
-        """Raises ApiError for `error` and `response.failed`."""
-        return list(self._read(event))
+    def feed(self, event: Json) -> Iterable[Event]:
+        """What came before a failure is given first. Raises ApiError for `error` and `response.failed`."""
+        return self._read(event)
 
     def end(self) -> list[Event]:
         return []

@@ -74,9 +74,9 @@ _WRITE_WHOLE: dict[Dialect, Callable[[Answer, Exchange], Json]] = {
 class _Reader(Protocol):
     is_complete: bool
 
-    def feed(self, event: Json) -> list[Event]: ...
+    def feed(self, event: Json) -> Iterable[Event]: ...
 
-    def end(self) -> list[Event]: ...
+    def end(self) -> Iterable[Event]: ...
 
 
 class _Writer(Protocol):
@@ -252,7 +252,7 @@ class StreamTranslator:
 
     def feed_answer(self, body: bytes) -> list[Outgoing]:
         """The whole answer of an upstream that was asked for a stream and gave none."""
-        return self._pass_on(lambda: list(events_of(_whole_answer(body, self._exchange))))
+        return self._pass_on(lambda: events_of(_whole_answer(body, self._exchange)))
 
     def finish(self) -> list[Outgoing]:
         """The upstream closed its stream. Cut before its end, that is an error (502 upstream_stream_truncated)."""
@@ -280,14 +280,13 @@ class StreamTranslator:
         except (msgspec.DecodeError, RecursionError):
             return True
 
-    def _pass_on(self, read: Callable[[], list[Event]]) -> list[Outgoing]:
-        try:
-            events = read()
-        except ApiError as error:
-            return self.fail(error)
+    def _pass_on(self, read: Callable[[], Iterable[Event]]) -> list[Outgoing]:
         sent: list[Outgoing] = []
-        for event in events:
-            sent.extend(self._write(event))
+        try:
+            for event in read():
+                sent.extend(self._write(event))
+        except ApiError as error:
+            sent += self.fail(error)
         return sent
 
     def _write(self, event: Event) -> Iterable[Outgoing]:
