@@ -6,7 +6,7 @@ what an upstream sends is not passed back by default either.
 
 from __future__ import annotations
 
-import uuid
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ def request_id(sent: bytes | None) -> bytes:
     """The client's name for the request, or a new one if it is not short and printable."""
     if sent and len(sent) <= 128 and _PRINTABLE.issuperset(sent):
         return sent
-    return uuid.uuid4().hex.encode()
+    return b"%032x" % random.getrandbits(128)  # a name, not a secret: no system call for it
 
 
 def to_upstream(
