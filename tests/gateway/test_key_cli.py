@@ -17,7 +17,6 @@ import pytest
 
 from headrace.cli import key_values
 from headrace.cli.main import main
-from headrace.gateway.first_key import first_key_lines
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.keys import KeyMistake
 from headrace.gateway.ledger import open_store
@@ -216,17 +215,3 @@ def test_an_expiry_is_a_length_of_time_or_a_day(text: str, ends_s: float) -> Non
 def test_a_budget_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(KeyMistake):
         key_values.budget(text)
-
-
-def test_the_first_start_shows_a_key_and_later_ones_how_to_find_it(data_dir: Path) -> None:
-    store = open_store(None, data_dir)
-    first, later = first_key_lines(store), first_key_lines(store)
-    store.revoke("first")
-    after = first_key_lines(store)
-    store.database.close()
-    (secret,) = SECRET.findall("\n".join(first))
-    assert secret not in "\n".join(later + after)
-    assert later == [
-        f"Key: `first` ({secret[:10]}...{secret[-4:]}), shown in full when it was made. New: headrace key create NAME"
-    ]
-    assert after[0].startswith("No key works: `first`")
