@@ -257,10 +257,8 @@ class Delivery:
             inputs = self.request.facts.prompt_tokens
             progress.usage, progress.is_estimate = Usage(inputs, estimate_tokens(answer_text(_decode(body)))), True
         self.committed = True
-        passed = [(n, v) for n, v in headers.to_client(list(answer.headers.items())) if n != b"content-type"]
-        await self.exchange.answer(
-            answer.status, body, [(b"content-type", b"application/json"), *passed, *self.gateway_headers]
-        )
+        passed = headers.to_client(answer.raw_headers)
+        await self.exchange.answer(answer.status, body, [*passed, *self.gateway_headers])
 
     def _checked(self, body: bytes, answer: UpstreamAnswer) -> dict[str, msgspec.Raw]:
         """The outermost level of an answer that is what was asked for. Raises UpstreamFailure."""
@@ -289,9 +287,11 @@ class Delivery:
         else:
             return None
         value = top.get(wanted)
-        if value is None or not _is_list(bytes(value)):
-            return wanted
-        return wanted if wanted == "choices" and not _decode_list(value) else None
+        try:
+            items = _decode_list(value) if value is not None else None
+        except msgspec.MsgspecError:
+            items = None
+        return wanted if items is None or (wanted == "choices" and not items) else None
 
     # Answers that nobody looks into
 
@@ -307,7 +307,7 @@ class Delivery:
             raise upstream_errors.from_error_body(self.upstream, upstream_errors.error_fields(data))
         self.committed = True
         self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
-        passed = headers.to_client(list(answer.headers.items()))
+        passed = headers.to_client(answer.raw_headers)
         await self.exchange.stream(answer.status, [*passed, *self.gateway_headers], events=False)
         self.deadline.began()
         try:

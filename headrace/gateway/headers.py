@@ -89,4 +89,4 @@ def to_upstream(
 
 def to_client(received: RawHeaders) -> list[tuple[bytes, bytes]]:
     """What of an upstream's headers the client gets."""
-    return [(name, value) for name, value in ((n.lower(), v) for n, v in received) if name in TO_CLIENT]
+    return [(lower, value) for name, value in received if (lower := name.lower()) in TO_CLIENT]

@@ -26,7 +26,7 @@ from headrace.gateway.snapshot import Model, Plan, Snapshot
 from headrace.gateway.translation import Translation, dialect_needed, translate
 from headrace.protocol import errors
 
-PROMPT_FIELDS = ("messages", "prompt", "input", "system", "instructions", "tools", "query", "documents", "texts")
+PROMPT_FIELDS = frozenset("messages prompt input system instructions tools query documents texts".split())
 AFFINITY_FIELDS = ("system", "instructions", "messages", "prompt", "input")
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -88,18 +88,19 @@ def read(exchange: Exchange, place: Place, body: bytes, record: KeyRecord) -> Re
         facts = RequestFacts(model=model, **who)
         return Request(fields=None, facts=facts, stream=False, wants_usage=False, affinity=None, **sent)
     fields = Fields(body)
-    model = fields.value("model") if "model" in fields else None
+    raws = fields.raws
+    model = fields.value("model")
     if model is not None and not isinstance(model, str):
         raise errors.invalid_type("model", "a string", type(model).__name__)
-    streamed = fields.value("stream") if "stream" in fields else None
+    streamed = fields.value("stream")
     if streamed is not None and not isinstance(streamed, bool):
         raise errors.invalid_type("stream", "true or false", type(streamed).__name__)
-    options = fields.value("stream_options") if "stream_options" in fields else None
-    tools = fields.value("tools") if "tools" in fields else None
+    options = fields.value("stream_options")
+    tools = fields.value("tools")
     facts = RequestFacts(
         model=model or None,
         max_tokens=_max_tokens(fields),
-        prompt_tokens=sum(estimate_tokens(fields.text(name)) for name in PROMPT_FIELDS if name in fields),
+        prompt_tokens=sum([estimate_tokens(fields.text(name)) for name in raws if name in PROMPT_FIELDS]),
         stream=bool(streamed),
         num_tools=len(tools) if isinstance(tools, list) else 0,
         **who,

@@ -13,14 +13,17 @@ import ipaddress
 import socket
 import zlib
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import Any
+from contextvars import ContextVar
 
 import aiohttp
+from aiohttp import ClientRequest
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from yarl import URL
 
 from headrace.gateway import upstream_errors
+from headrace.gateway.headers import RawHeaders
 from headrace.gateway.snapshot import Upstream
 
 MAX_CONNECTIONS = 2000
@@ -99,7 +102,12 @@ class UpstreamAnswer:
             self._inflate = zlib.decompressobj(wbits=47 if "gzip" in packed else 15).decompress
 
     @property
+    def raw_headers(self) -> RawHeaders:
+        return self._response.raw_headers
+
+    @property
     def headers(self) -> Mapping[bytes, bytes]:
+        """By lower-case name; of repeated headers the last."""
         return {name.lower(): value for name, value in self._response.raw_headers}
 
     @property
@@ -149,16 +157,29 @@ class BrokenAnswer(Exception):
     """The connection ended, or what it carried was damaged, before the answer was complete."""
 
 
+_is_reused: ContextVar[bool] = ContextVar("_is_reused", default=False)
+"""Whether the request that this task sends got a connection that had carried another before."""
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Says whether a connection is new; aiohttp tells that only to its tracing, which costs more than a route."""
+
+    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        protocol = connection.protocol
+        _is_reused.set(hasattr(protocol, "headrace_used"))
+        setattr(protocol, "headrace_used", True)  # noqa: B010
+        return connection
+
+
 class UpstreamClient:
     """All requests to one upstream. Made on the loop that uses it."""
 
     def __init__(self, upstream: Upstream) -> None:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
         connect_s = upstream.timeouts.connect_s
         self.upstream = upstream
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
+            connector=_Connector(
                 limit=MAX_CONNECTIONS,
                 keepalive_timeout=KEEP_ALIVE_S,
                 ttl_dns_cache=DNS_CACHE_S,
@@ -170,7 +191,6 @@ class UpstreamClient:
             trust_env=False,
             skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
             read_bufsize=READ_BUFFER_BYTES,
-            trace_configs=[trace],
         )
         self._urls: dict[str, URL] = {}
 
@@ -183,11 +203,8 @@ class UpstreamClient:
             place = self._urls[url] = URL(url)
             self._check_literal(place)
         for is_last in (False, True):
-            fate = SimpleNamespace(reused=False)
             try:
-                response = await self._session.request(
-                    method, place, headers=headers, data=body, allow_redirects=False, trace_request_ctx=fate
-                )
+                response = await self._session.request(method, place, headers=headers, data=body, allow_redirects=False)
                 return UpstreamAnswer(response)
             except aiohttp.ConnectionTimeoutError:
                 raise upstream_errors.timed_out(self.upstream, "connect", self.upstream.timeouts.connect_s) from None
@@ -201,7 +218,7 @@ class UpstreamClient:
             except (aiohttp.ServerDisconnectedError, ConnectionError, aiohttp.ClientOSError) as error:
                 if isinstance(error, BlockedAddress):
                     raise upstream_errors.blocked_address(self.upstream, str(error)) from None
-                if fate.reused and not is_last:
+                if _is_reused.get() and not is_last:
                     continue
                 raise upstream_errors.connection_lost(self.upstream) from None
             except BlockedAddress as error:
@@ -267,10 +284,6 @@ class UpstreamClients:
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
-
-
-async def _note_reuse(session: object, context: Any, params: object) -> None:
-    context.trace_request_ctx.reused = True
 
 
 def _cause(error: OSError) -> str:
