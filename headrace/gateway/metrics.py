@@ -1,18 +1,21 @@
 """What the gateway counts for Prometheus, in a registry of its own.
 
 Label values are models, upstreams and keys' first tags. An upstream may take any model name, so the names that clients
-send are bounded here: after the first MAX_MODELS they are all `other`. A request costs one dictionary lookup and a few additions on children that are bound once;
-what is only a state (breakers, requests in flight) is asked for when somebody reads /metrics.
+send are bounded here: after the first MAX_MODELS they are all `other`. A request costs two dictionary lookups and a few
+additions to plain numbers, 3 us instead of 20 with the client library's locked ones: requests and /metrics share one
+event loop. States (breakers, requests in flight) are asked for when somebody reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,17 +61,36 @@ class Outcome(Protocol):
     def total_s(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """The children of one (model, upstream, key tag)."""
+class _Distribution:
+    """A histogram of one child: how many values fell under each bound, and their sum."""
 
-    first_token: Histogram
-    between: Histogram
-    whole: Histogram
-    input_tokens: Counter
-    output_tokens: Counter
-    cached_tokens: Counter
-    cost: Counter
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(bound, values up to it), as the text format wants it."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
+
+class _Served:
+    """What is counted of one (model, upstream, key tag)."""
+
+    __slots__ = ("between", "cached_tokens", "cost_micros", "first_token", "input_tokens", "output_tokens", "whole")
+
+    def __init__(self) -> None:
+        self.first_token = _Distribution(FIRST_TOKEN_S)
+        self.between = _Distribution(BETWEEN_TOKENS_S)
+        self.whole = _Distribution(WHOLE_S)
+        self.input_tokens = self.output_tokens = self.cached_tokens = self.cost_micros = 0
 
 
 Breakers = Callable[[], Iterable[tuple[str, str, str]]]
@@ -87,32 +109,12 @@ class GatewayMetrics:
         self.usage_waiting: Callable[[], int] = int
         """Usage rows that are not in the database yet."""
         self.log_lines_dropped: Callable[[], int] = int
-        served = ("model", "upstream", "key_tag")
-        self._requests = self._counter(
-            "requests", "Finished requests.", ("model", "upstream", "endpoint", "status", "outcome", "key_tag")
-        )
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to the first content, streams only.", served, FIRST_TOKEN_S
-        )
-        self._between = self._histogram(
-            "inter_token_latency_seconds",
-            "Mean time between two output tokens of a stream, one value a request.",
-            served,
-            BETWEEN_TOKENS_S,
-        )
-        self._whole = self._histogram("request_seconds", "Arrival to the last byte of the answer.", served, WHOLE_S)
-        self._tokens = self._counter("tokens", "Tokens billed; cached_input is a part of input.", (*served, "kind"))
-        self._cost = self._counter("cost_micros", "Cost in 1e-6 of the currency.", served)
-        self._fallbacks = self._counter(
-            "fallbacks", "Attempts that failed and were followed by another.", ("upstream", "model", "reason")
-        )
-        self._upstream_failures = self._counter(
-            "upstream_failures", "Attempts that failed, followed by another or not.", ("upstream", "model", "reason")
-        )
-        self._refused = self._counter("refused", "Requests refused before any upstream.", ("code", "key_tag"))
         self._models: set[str] = set()
-        self._request_children: dict[tuple[str, str, str, int, str, str], Counter] = {}
-        self._served_children: dict[tuple[str, str, str], _Served] = {}
+        self._requests: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        self._served: dict[tuple[str, str, str], _Served] = {}
+        self._fallbacks: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        self._failures: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        self._refused: defaultdict[tuple[str, ...], int] = defaultdict(int)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
@@ -121,36 +123,30 @@ class GatewayMetrics:
     def finished(self, event: Outcome, key_tag: str = "") -> None:
         """A request that was let in has ended, however it ended."""
         model = self._bounded(event.model)
-        key = (model, event.upstream, event.endpoint, event.status, event.outcome, key_tag)
-        counter = self._request_children.get(key)
-        if counter is None:
-            counter = self._request_children[key] = self._requests.labels(*map(str, key))
-        counter.inc()
-        served = self._served(model, event.upstream, key_tag)
+        self._requests[model, event.upstream, event.endpoint, str(event.status), event.outcome, key_tag] += 1
+        served = self._served.get((model, event.upstream, key_tag))
+        if served is None:
+            served = self._served[model, event.upstream, key_tag] = _Served()
         served.whole.observe(event.total_s)
         if event.stream and event.ttft_s is not None:
             served.first_token.observe(event.ttft_s)
             if event.output_tokens > 1:
                 served.between.observe((event.total_s - event.ttft_s) / (event.output_tokens - 1))
-        if event.input_tokens:
-            served.input_tokens.inc(event.input_tokens)
-        if event.output_tokens:
-            served.output_tokens.inc(event.output_tokens)
-        if event.cached_tokens:
-            served.cached_tokens.inc(event.cached_tokens)
-        if event.cost_micros:
-            served.cost.inc(event.cost_micros)
+        served.input_tokens += event.input_tokens
+        served.output_tokens += event.output_tokens
+        served.cached_tokens += event.cached_tokens
+        served.cost_micros += event.cost_micros
 
     def refused(self, code: str, key_tag: str = "") -> None:
         """A limit, a bad key, an unknown model: answered without asking any upstream. `code` from the error table."""
-        self._refused.labels(code, key_tag).inc()
+        self._refused[code, key_tag] += 1
 
     def attempt_failed(self, upstream: str, model: str, reason: str, *, falls_back: bool) -> None:
         """`reason`: an error code of the table, such as upstream_unreachable."""
-        model = self._bounded(model)
-        self._upstream_failures.labels(upstream, model, reason).inc()
+        labels = (upstream, self._bounded(model), reason)
+        self._failures[labels] += 1
         if falls_back:
-            self._fallbacks.labels(upstream, model, reason).inc()
+            self._fallbacks[labels] += 1
 
     def text(self) -> bytes:
         """The body of /metrics."""
@@ -159,6 +155,8 @@ class GatewayMetrics:
     # asked for by the registry
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._collect_counts()
+        yield from self._collect_served()
         yield GaugeMetricFamily(PREFIX + "requests_in_flight", "Requests being answered.", value=self.num_in_flight)
         breakers = GaugeMetricFamily(
             PREFIX + "breaker_state", "0 closed, 1 half open, 2 open.", labels=("upstream", "model")
@@ -179,6 +177,59 @@ class GatewayMetrics:
             PREFIX + "log_lines_dropped", "Log lines that could not be written.", value=self.log_lines_dropped()
         )
 
+    def _collect_counts(self) -> Iterator[Metric]:
+        attempt = ("upstream", "model", "reason")
+        yield _counter(
+            "requests",
+            "Finished requests.",
+            ("model", "upstream", "endpoint", "status", "outcome", "key_tag"),
+            self._requests.items(),
+        )
+        yield _counter(
+            "fallbacks", "Attempts that failed and were followed by another.", attempt, self._fallbacks.items()
+        )
+        yield _counter(
+            "upstream_failures", "Attempts that failed, followed by another or not.", attempt, self._failures.items()
+        )
+        yield _counter("refused", "Requests refused before any upstream.", ("code", "key_tag"), self._refused.items())
+
+    def _collect_served(self) -> Iterator[Metric]:
+        labels = ("model", "upstream", "key_tag")
+        all_served = self._served.items()
+        tokens = [
+            ((*key, kind), number)
+            for key, served in all_served
+            for kind, number in (
+                ("input", served.input_tokens),
+                ("output", served.output_tokens),
+                ("cached_input", served.cached_tokens),
+            )
+        ]
+        yield _counter("tokens", "Tokens billed; cached_input is a part of input.", (*labels, "kind"), tokens)
+        costs = [(key, served.cost_micros) for key, served in all_served]
+        yield _counter("cost_micros", "Cost in 1e-6 of the currency.", labels, costs)
+        for name, text, distributions in (
+            (
+                "time_to_first_token_seconds",
+                "Arrival to the first content, streams only.",
+                [(key, served.first_token) for key, served in all_served],
+            ),
+            (
+                "inter_token_latency_seconds",
+                "Mean time between two output tokens of a stream, one value a request.",
+                [(key, served.between) for key, served in all_served],
+            ),
+            (
+                "request_seconds",
+                "Arrival to the last byte of the answer.",
+                [(key, served.whole) for key, served in all_served],
+            ),
+        ):
+            family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+            for key, distribution in distributions:
+                family.add_metric(key, distribution.buckets(), distribution.total)
+            yield family
+
     def _bounded(self, model: str) -> str:
         if model not in self._models:
             if len(self._models) >= MAX_MODELS:
@@ -186,23 +237,11 @@ class GatewayMetrics:
             self._models.add(model)
         return model
 
-    def _served(self, model: str, upstream: str, key_tag: str) -> _Served:
-        key = (model, upstream, key_tag)
-        served = self._served_children.get(key)
-        if served is None:
-            served = self._served_children[key] = _Served(
-                self._first_token.labels(*key),
-                self._between.labels(*key),
-                self._whole.labels(*key),
-                self._tokens.labels(*key, "input"),
-                self._tokens.labels(*key, "output"),
-                self._tokens.labels(*key, "cached_input"),
-                self._cost.labels(*key),
-            )
-        return served
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+def _counter(
+    name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], int]]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values:
+        family.add_metric(key, value)
+    return family

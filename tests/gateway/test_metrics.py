@@ -91,10 +91,24 @@ def test_refusals_are_counted_by_code(metrics: GatewayMetrics) -> None:
     assert samples(metrics)["refused_total", ("concurrency_exceeded", "dev")] == 1
 
 
-def test_model_names_that_clients_invent_do_not_fill_the_memory(metrics: GatewayMetrics) -> None:
-    for number in range(2000):
+def test_model_names_that_clients_invent_do_not_fill_the_memory(
+    metrics: GatewayMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.gateway.metrics.MAX_MODELS", 5)
+    for number in range(20):
         metrics.finished(Event(model=f"invented-{number}"))
     seen = samples(metrics)
-    models = {labels[2] for name, labels in seen if name == "requests_total"}
-    assert len(models) == 501
-    assert seen["requests_total", ("chat", "", "other", "ok", "200", "local")] == 1500
+    assert {labels[2] for name, labels in seen if name == "requests_total"} == {
+        *(f"invented-{number}" for number in range(5)),
+        "other",
+    }
+    assert seen["requests_total", ("chat", "", "other", "ok", "200", "local")] == 15
+
+
+def test_a_value_on_a_buckets_bound_is_in_that_bucket(metrics: GatewayMetrics) -> None:
+    for total_s in (0.05, 0.06, 700.0):
+        metrics.finished(Event(stream=False, total_s=total_s))
+    text = metrics.text().decode()
+    buckets = [line for line in text.splitlines() if line.startswith("headrace_gateway_request_seconds_bucket")]
+    counts = {line.partition('le="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in buckets}
+    assert (counts["0.025"], counts["0.05"], counts["0.1"], counts["600.0"], counts["+Inf"]) == (0, 1, 2, 2, 3)
