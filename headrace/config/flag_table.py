@@ -117,6 +117,20 @@ REAL_FLAGS: tuple[Flag, ...] = (
         "root-path", "text", "Path prefix that a proxy in front strips, so that links are right.", ADDRESS, default=""
     ),
     Flag(
+        "disable-fastapi-docs",
+        "switch",
+        "Close /docs and /openapi.json, to tell strangers less.",
+        ADDRESS,
+        default=False,
+    ),
+    Flag(
+        "enable-force-include-usage",
+        "switch",
+        "End every stream with its usage, for metering clients that do not set `stream_options`.",
+        TEXT,
+        default=False,
+    ),
+    Flag(
         "gpu-memory-utilization",
         "float",
         "Share of the device's memory (on a CPU: of the memory at hand) that may be used; lower it beside others.",
@@ -220,6 +234,21 @@ REAL_FLAGS: tuple[Flag, ...] = (
         default=True,
     ),
     Flag("chat-template", "text", "The chat template, as a file or as the Jinja text itself.", TEXT),
+    Flag(
+        "trust-request-chat-template",
+        "switch",
+        "Let requests bring a `chat_template`; a template can keep a processor busy, so only with clients you trust.",
+        TEXT,
+        default=False,
+    ),
+    Flag(
+        "max-logprobs",
+        "int",
+        "Alternatives to each token that a request may ask for with `logprobs`, `top_logprobs` or `prompt_logprobs`.",
+        TEXT,
+        default=20,
+        minimum=0,
+    ),
     Flag(
         "generation-config",
         "text",

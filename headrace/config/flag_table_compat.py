@@ -358,22 +358,14 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
         "use auto or string",
         harmless=("auto", "string"),
     ),
-    _refused(
-        "trust-request-chat-template", "switch", HTTP, "Chat templates sent with a request", "use --chat-template"
-    ),
     _refused("default-chat-template-kwargs", "json", HTTP, "Default arguments of the chat template"),
     _mapped("enable-request-id-headers", "switch", HTTP, "every answer carries X-Request-Id"),
     _mapped("enable-prompt-tokens-details", "switch", HTTP, "usage always tells the cached tokens"),
-    _refused("enable-force-include-usage", "switch", HTTP, "Usage in every stream", "clients set stream_options"),
     _mapped("enable-server-load-tracking", "switch", HTTP, "/load is always served"),
     _refused("enable-tokenizer-info-endpoint", "switch", HTTP, "The /tokenizer_info route"),
-    _refused(
-        "disable-fastapi-docs", "switch", HTTP, "Closing /docs and /openapi.json", "set --api-key, which closes them"
-    ),
     _mapped("disable-uvicorn-access-log", "switch", HTTP, "there is no access log; --enable-log-requests makes one"),
     _refused("log-config-file", "text", HTTP, "A logging configuration file", "use --uvicorn-log-level"),
     _refused("enable-log-outputs", "switch", HTTP, "Logging answers"),
-    _refused("max-logprobs", "int", HTTP, "Another limit for logprobs", "use 20", harmless=(20,)),
     _refused(
         "logprobs-mode",
         "text",

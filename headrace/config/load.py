@@ -149,6 +149,10 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         log_requests=bool(value("enable-log-requests")),
         log_stats=not value("disable-log-stats"),
         max_log_len=cast("int | None", value("max-log-len")),
+        max_logprobs=cast(int, value("max-logprobs")),
+        force_include_usage=bool(value("enable-force-include-usage")),
+        serve_docs=not value("disable-fastapi-docs"),
+        trust_request_chat_template=bool(value("trust-request-chat-template")),
         shutdown_timeout_s=cast(float, value("shutdown-timeout")),
     )
     return engine, server

@@ -64,5 +64,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     log_stats: bool = True
     max_log_len: int | None = None
+    max_logprobs: int = 20
+    """Alternatives to a token that a request may ask for."""
+    force_include_usage: bool = False
+    """Every stream tells its usage at the end."""
+    serve_docs: bool = True
+    """Whether /docs and /openapi.json exist."""
+    trust_request_chat_template: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     shutdown_timeout_s: float = 10.0

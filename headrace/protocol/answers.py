@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.protocol.ipc import TokenLogprobs
 from headrace.protocol.logprobs import ScoredToken
 
 
@@ -39,6 +40,7 @@ class Delta:
     `finish_reason` comes with the last one. `stop_reason` is the stop string or the id from `stop_token_ids` that
     ended the choice; None when the model ended it. `tokens` are scored only when log-probabilities were asked.
     `cached_tokens`: prompt tokens that came from the prefix cache, set with a choice's first delta.
+    A delta with `prompt_logprobs` has nothing else: it tells those of all the prompt's tokens but the first.
     """
 
     index: int
@@ -48,3 +50,4 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -31,11 +31,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     draws the same tokens again; sequence `index` of a request draws from (seed, index, position).
     `stop_token_ids` already holds the model's end-of-sequence ids unless the request ignores them.
     `logprobs` is the number of alternatives to return besides the chosen token; None means none at all.
-    With `logprob_token_ids` (and `logprobs` set) the alternatives are these tokens, in this order, instead of the
-    best. `prompt_logprobs` asks the same for every prompt token but the first; it is not served from the prefix
-    cache. `allowed_token_ids` None allows every token. A sequence of `bad_words` may not be completed: its last
-    token is forbidden where the generated tokens end in the others. Whoever makes these leaves at least one token
-    allowed at every place.
+    With `logprob_token_ids` (and `logprobs` set) the alternatives are these tokens, in this order, not the best.
+    `prompt_logprobs` is the number of alternatives for every prompt token but the first; such a prompt is computed,
+    not taken from the prefix cache.
+
+    `allowed_token_ids` None allows every token. A sequence of `bad_words` may not be completed: its last token is
+    forbidden where the generated tokens end in the others. Whoever makes these leaves a token to take everywhere.
     """
 
     max_tokens: int

@@ -12,8 +12,8 @@ import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead, Delta, Usage
-from headrace.protocol.logprobs import chat_logprobs
-from headrace.protocol.sampling import MAX_LOGPROBS
+from headrace.protocol.ipc import TokenLogprobs
+from headrace.protocol.logprobs import PromptScores, chat_logprobs
 
 ROLES = ("system", "developer", "user", "assistant")
 _TEMPLATE_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -32,6 +32,10 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     """Variables for the model's chat template, such as `enable_thinking`."""
+    documents: list[dict[str, object]] | None = None
+    """For templates that quote them, as those of RAG models do."""
+    chat_template: str | None = None
+    """Instead of the model's own; only where the server trusts its clients with it."""
 
 
 def asked_max_tokens(fields: ChatFields, max_tokens: int | None) -> tuple[int | None, str]:
@@ -45,11 +49,11 @@ def asked_max_tokens(fields: ChatFields, max_tokens: int | None) -> tuple[int | 
     return (newer, "max_completion_tokens") if newer is not None else (max_tokens, "max_tokens")
 
 
-def asked_logprobs(fields: ChatFields) -> int | None:
+def asked_logprobs(fields: ChatFields, most: int) -> int | None:
     """How many alternatives to return beside each token; None for no log-probabilities."""
     top = fields.top_logprobs
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise errors.out_of_range("top_logprobs", top, f"between 0 and {MAX_LOGPROBS}")
+    if top is not None and not 0 <= top <= most:
+        raise errors.out_of_range("top_logprobs", top, f"between 0 and {most}")
     if not fields.logprobs:
         if top:
             raise errors.invalid_value("top_logprobs", "`top_logprobs` has an effect only with `logprobs` true.")
@@ -119,11 +123,25 @@ def _part_text(part: object, path: str) -> str:
 class ChatAnswer:
     """Builds the answer to one chat request from deltas."""
 
-    def __init__(self, head: AnswerHead, *, with_logprobs: bool, with_token_ids: bool, prompt_ids: list[int]) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        with_logprobs: bool,
+        with_token_ids: bool,
+        prompt_ids: list[int],
+        scores: PromptScores | None = None,
+    ) -> None:
         self._head = head
+        self._scores = scores
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
         self._prompt_ids = prompt_ids
+
+    def scored_prompt(self, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of the prompt's tokens but the first."""
+        if self._scores is not None:
+            self._scores.take(logprobs)
 
     def opening(self, index: int) -> list[dict[str, object]]:
         """The chunk that begins a choice: the role and no text."""
@@ -159,6 +177,8 @@ class ChatAnswer:
         answer["usage"] = usage.wire()
         if self._with_token_ids:
             answer["prompt_token_ids"] = self._prompt_ids
+        if self._scores is not None:
+            answer["prompt_logprobs"] = self._scores.listed()
         return answer
 
     def _choice(self, choice: Delta) -> dict[str, object]:

@@ -12,8 +12,8 @@ import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead, Delta, Usage
-from headrace.protocol.logprobs import completion_logprobs
-from headrace.protocol.sampling import MAX_LOGPROBS
+from headrace.protocol.ipc import TokenLogprobs
+from headrace.protocol.logprobs import PromptScores, ScoredToken, completion_logprobs
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -48,20 +48,26 @@ def prompts(fields: CompletionFields) -> list[Prompt]:
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def asked_logprobs(fields: CompletionFields) -> int | None:
+def asked_logprobs(fields: CompletionFields, most: int) -> int | None:
     """How many alternatives to return beside each token; None for no log-probabilities."""
     if fields.logprobs is None:
         return None
-    if not 0 <= fields.logprobs <= MAX_LOGPROBS:
-        raise errors.out_of_range("logprobs", fields.logprobs, f"between 0 and {MAX_LOGPROBS}")
-    if fields.echo:
-        raise errors.unsupported_field("echo", "Together with `logprobs` it needs log-probabilities of the prompt.")
+    if not 0 <= fields.logprobs <= most:
+        raise errors.out_of_range("logprobs", fields.logprobs, f"between 0 and {most}")
     return fields.logprobs
 
 
+def only_scores(fields: CompletionFields, max_tokens: int | None, prompt_logprobs: int | None) -> bool:
+    """Whether nothing is to be generated: `max_tokens` 0, which makes sense only where the prompt is answered."""
+    return max_tokens == 0 and (bool(fields.echo) or prompt_logprobs is not None)
+
+
 class CompletionAnswer:
-    """Builds the answer to one completion request from deltas. `echoes[i]` is the text put before the choices of
-    prompt i, empty without `echo`."""
+    """Builds the answer to one completion request from deltas.
+
+    `echoes[i]` is the text put before the choices of prompt i, empty without `echo`. `scores[i]` writes what
+    `scored_prompt` is told of prompt i; without it nothing of the prompt has log-probabilities.
+    """
 
     def __init__(
         self,
@@ -72,13 +78,19 @@ class CompletionAnswer:
         with_logprobs: bool,
         with_token_ids: bool,
         prompt_ids: Sequence[Sequence[int]],
+        scores: Sequence[PromptScores] = (),
     ) -> None:
         self._head = head
+        self._scores = scores
         self._n = n
         self._echoes = echoes
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
         self._prompt_ids = prompt_ids
+
+    def scored_prompt(self, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of the prompt of choice `index`: of all its tokens but the first."""
+        self._scores[index // self._n].take(logprobs)
 
     def opening(self, index: int) -> list[dict[str, object]]:
         """The chunk that begins a choice: the echoed prompt, if any."""
@@ -86,6 +98,8 @@ class CompletionAnswer:
         if not echo and not self._with_token_ids:
             return []
         choice = self._text_choice(index, echo, None, None)
+        if echoed := self._echoed(index):
+            choice["logprobs"] = completion_logprobs(echoed, 0)
         if self._with_token_ids:
             choice["prompt_token_ids"] = self._prompt_ids[index // self._n]
         return [self._with_head([choice])]
@@ -114,11 +128,18 @@ class CompletionAnswer:
         text = self._echoes[choice.index // self._n] + choice.text
         wire = self._text_choice(choice.index, text, choice.finish_reason, choice.stop_reason)
         if self._with_logprobs:
-            wire["logprobs"] = completion_logprobs(choice.tokens or (), self._echo_chars(choice.index))
+            generated = completion_logprobs(choice.tokens or (), self._echo_chars(choice.index))
+            echoed = completion_logprobs(self._echoed(choice.index), 0)
+            wire["logprobs"] = {name: echoed[name] + values for name, values in generated.items()}
+        if self._scores and (listed := self._scores[choice.index // self._n].listed()) is not None:
+            wire["prompt_logprobs"] = listed
         if self._with_token_ids:
             wire["token_ids"] = choice.token_ids
             wire["prompt_token_ids"] = self._prompt_ids[choice.index // self._n]
         return wire
+
+    def _echoed(self, index: int) -> Sequence[ScoredToken]:
+        return self._scores[index // self._n].echoed() if self._scores and self._with_logprobs else ()
 
     def _echo_chars(self, index: int) -> int:
         return len(self._echoes[index // self._n])

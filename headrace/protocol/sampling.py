@@ -7,18 +7,27 @@ become the engine's `SamplingParams`, each value checked against its range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.ipc import SamplingParams
+from headrace.protocol.token_limits import (
+    RepetitionFields,
+    TruncationSide,
+    WordTokens,
+    allowed_tokens,
+    check_token_ids,
+    listed_tokens,
+    repetition_detection,
+)
 
 GREEDY_BELOW = 1e-5
 LARGEST = 1e300
 MAX_N = 128
-MAX_LOGPROBS = 20
+DEFAULT_MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 4096
 SEED_MASK = 2**63 - 1
@@ -44,11 +53,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    """Generate so many and answer with the `n` whose log-probabilities add up to the most."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    repetition_detection: RepetitionFields | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -88,33 +106,7 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-
-
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-
-
-def default_sampling(
-    generation_config: Mapping[str, object], mode: str, override: Mapping[str, object]
-) -> dict[str, float]:
-    """The values for fields a request leaves out: the model author's unless `mode` is "none", then `override`.
-
-    Names are generation_config.json's; `max_new_tokens` limits answers whose request names no limit. Raises
-    ValueError naming an override that has no meaning here.
-    """
-    unknown = [name for name in override if name not in _DEFAULTABLE]
-    if unknown:
-        known = ", ".join(_DEFAULTABLE)
-        raise ValueError(f"--override-generation-config does not know `{unknown[0]}`; it takes {known}.")
-    own = {} if mode in ("none", "vllm") else generation_config
-    chosen = {name: value for source in (own, override) for name, value in source.items() if name in _DEFAULTABLE}
-    defaults: dict[str, float] = {}
-    for name, value in chosen.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"the generation config's `{name}` must be a number, but it is {value!r}.")
-        defaults[name] = value
-    return defaults
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -154,12 +146,15 @@ def sampling_params(
     max_tokens_field: str = "max_tokens",
     fallback_max_tokens: int | None = None,
     logprobs: int | None = None,
+    echo_logprobs: int | None = None,
+    bad_words: WordTokens = (),
 ) -> SamplingParams:
     """The engine's parameters. Raises ApiError (400) with the value and what is allowed.
 
     `where` ("messages" or "prompt") names the input in errors. `max_tokens` None takes the default: the smaller of
     what fits, `fallback_max_tokens` and the generation config's `max_new_tokens`. `fresh_seed` gives the seed of a
-    request that names none.
+    request that names none. `echo_logprobs` are wanted of the prompt's tokens besides the field `prompt_logprobs`.
+    `bad_words` are the field's, as tokens. With `best_of` the engine's `n` is that many.
     """
 
     def number(name: str, neutral: float, allowed: Callable[[float], bool], words: str) -> float:
@@ -176,7 +171,7 @@ def sampling_params(
     repetition = number("repetition_penalty", 1.0, lambda v: 0 < v <= 100, "more than 0 and at most 100 (1 is off)")
     presence = number("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
     frequency = number("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
-    n = int(number("n", 1, lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"))
+    n = num_generated(fields)
     if top_p == 0:
         top_p, top_k = 1.0, 1
     if fields.seed is not None and not -(2**63) <= fields.seed < 2**64:
@@ -206,6 +201,13 @@ def sampling_params(
     stop_token_ids = fields.stop_token_ids or []
     check_token_ids("stop_token_ids", stop_token_ids, limits.vocab_size)
     eos = () if fields.ignore_eos else limits.eos_token_ids
+    stops = tuple(dict.fromkeys((*eos, *stop_token_ids)))
+    if n > (fields.n or 1) and logprobs is None:
+        logprobs = 0
+    if fields.prompt_logprobs is not None and not 0 <= fields.prompt_logprobs <= limits.max_logprobs:
+        allowed = f"between 0 and {limits.max_logprobs}"
+        raise errors.out_of_range("prompt_logprobs", fields.prompt_logprobs, allowed)
+    of_prompt = [count for count in (fields.prompt_logprobs, echo_logprobs) if count is not None]
     return SamplingParams(
         max_tokens=max_tokens,
         n=n,
@@ -217,19 +219,34 @@ def sampling_params(
         presence_penalty=presence,
         frequency_penalty=frequency,
         logit_bias=_logit_bias(fields.logit_bias, limits.vocab_size),
-        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_token_ids))),
+        stop_token_ids=stops,
         min_tokens=min_tokens,
         seed=fresh_seed() if fields.seed is None else fields.seed & SEED_MASK,
         logprobs=logprobs,
+        logprob_token_ids=listed_tokens(fields.logprob_token_ids, logprobs, limits.vocab_size),
+        prompt_logprobs=max(of_prompt, default=None),
+        allowed_token_ids=allowed_tokens(
+            fields.allowed_token_ids, bad_words, stops if min_tokens else (), limits.vocab_size
+        ),
+        bad_words=bad_words,
+        repetition_detection=repetition_detection(fields.repetition_detection),
     )
 
 
-def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Raises ApiError (400) naming the first id that the vocabulary does not have."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        allowed = f"this model's vocabulary is 0 to {vocab_size - 1}"
-        raise errors.invalid_value(param, f"`{param}` holds the token id {errors.quoted(wrong)}; {allowed}.")
+def num_generated(fields: SamplingFields) -> int:
+    """How many answers to generate: `n`, or `best_of` to choose `n` from. Raises ApiError (400)."""
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MAX_N:
+        raise errors.out_of_range("n", n, f"between 1 and {MAX_N}")
+    best_of = fields.best_of
+    if best_of is None or best_of == n:
+        return n
+    if not n <= best_of <= MAX_N:
+        raise errors.out_of_range("best_of", best_of, f"between `n`, which is {n}, and {MAX_N}")
+    if fields.stream:
+        message = "`best_of` cannot be streamed: which answers are best is known at the end. Send `stream` false."
+        raise errors.invalid_value("best_of", message)
+    return best_of
 
 
 def _logit_bias(bias: dict[int, float] | None, vocab_size: int) -> dict[int, float] | None:

@@ -1,7 +1,7 @@
 """Request fields this server knows by name and does not implement yet.
 
 A value that asks for something is refused by the field's name, so that nobody gets unconstrained text while
-believing it constrained. A value that asks for nothing (`"tools": []`, `"best_of": 1` with n 1) passes.
+believing it constrained. A value that asks for nothing (`"tools": []`, `"length_penalty": 1`) passes.
 """
 
 from __future__ import annotations
@@ -70,17 +70,10 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "grammar": _STRUCTURED,
     "json_schema": _STRUCTURED,
     # Sampling.
-    "use_beam_search": _PLAIN,
-    "length_penalty": Unbuilt(_one_of(1)),
-    "early_stopping": _PLAIN,
-    "truncate_prompt_tokens": Unbuilt(advice="Shorten the input before sending it."),
-    "truncation_side": _WITHOUT_EFFECT_ALONE,
-    "prompt_logprobs": _PLAIN,
-    "logprob_token_ids": _PLAIN,
-    "allowed_token_ids": _PLAIN,
-    "bad_words": _PLAIN,
+    "use_beam_search": Unbuilt(advice="Draw several answers with `n` or `best_of` and a `temperature`, or take 0."),
+    "length_penalty": Unbuilt(_one_of(1), "It belongs to beam search."),
+    "early_stopping": Unbuilt(advice="It belongs to beam search."),
     "thinking_token_budget": _PLAIN,
-    "repetition_detection": _PLAIN,
     "watermarking": _PLAIN,
     "logits_processors": _PLAIN,
     "custom_logit_processor": _PLAIN,
@@ -99,9 +92,7 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "samplers": _PLAIN,
     "n_probs": Unbuilt(_one_of(0), "Use `logprobs`."),
     # Template and input.
-    "documents": _PLAIN,
     "echo": Unbuilt(advice="It works on /v1/completions."),
-    "chat_template": Unbuilt(advice="Start the server with --chat-template FILE."),
     "mm_processor_kwargs": _PLAIN,
     "media_io_kwargs": _PLAIN,
     "reasoning_effort": Unbuilt(_one_of("none"), "This model's answers have no separate reasoning."),
@@ -133,14 +124,11 @@ UNBUILT: Mapping[str, Unbuilt] = {
 }
 
 
-def unknown_fields(others: Mapping[str, object], n: int | None) -> list[str]:
+def unknown_fields(others: Mapping[str, object]) -> list[str]:
     """Names in `others` that no dialect knows. Raises ApiError (400) for a known one that asks for something."""
     unknown = []
     for name, value in others.items():
-        if name == "best_of":
-            if value is not None and (isinstance(value, bool) or value != (n or 1)):
-                raise errors.unsupported_field(name, f"It may only equal `n`, which is {n or 1}.")
-        elif name in UNBUILT:
+        if name in UNBUILT:
             if not UNBUILT[name].harmless(value):
                 raise errors.unsupported_field(name, UNBUILT[name].advice)
         else:

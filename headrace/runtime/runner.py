@@ -118,8 +118,7 @@ class Runner:
         given: list[int] = []
         for step in scoring:
             row = table.row(step.seq_id)
-            params = _state(table, row).params
-            state = SequenceSampling.scoring(params.prompt_logprobs or 0, params.logprob_token_ids)
+            state = SequenceSampling.scoring(_state(table, row).params.prompt_logprobs or 0)
             states += [state] * step.num_scored
             tokens += [table.tokens[row, :0]] * step.num_scored
             owners += [step.seq_id] * step.num_scored

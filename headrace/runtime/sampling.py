@@ -53,9 +53,9 @@ class SequenceSampling:
         return cls(params, sequence.num_prompt_tokens, stream, plain, TokenRules.of(params) if ruled else None)
 
     @classmethod
-    def scoring(cls, num_logprobs: int, token_ids: tuple[int, ...] | None) -> SequenceSampling:
+    def scoring(cls, num_logprobs: int) -> SequenceSampling:
         """For a row that scores a prompt token and chooses none."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, logprob_token_ids=token_ids)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs)
         return cls(params, 0, 0, plain=False)
 
 

@@ -11,13 +11,11 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
-from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors, sse
 from headrace.protocol.errors import ApiError
-from headrace.protocol.sampling import default_sampling
+from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.server import routes
 from headrace.server.auth import Cors, KeyCheck
 from headrace.server.http import ClientGone, Exchange, Receive, Scope, Send
@@ -46,31 +44,14 @@ def create_app(
 
     Raises ConfigError for generation defaults that cannot work.
     """
-    defaults = sampling_defaults(server_settings, generation_config)
+    defaults = sampling_defaults(
+        generation_config, server_settings.generation_config, server_settings.override_generation_config
+    )
     if defaults:
         logger.info("Sampling defaults for fields a request leaves out: %s", json.dumps(defaults))
     if chat_template is None:
         logger.warning("The model has no chat template: /v1/chat/completions answers 400. Use --chat-template FILE.")
     return App(Serving(server_settings, engine_settings, client, tokenizer, chat_template, defaults, metrics))
-
-
-def sampling_defaults(settings: ServerSettings, generation_config: Mapping[str, object]) -> dict[str, float]:
-    """What a request that leaves a sampling field out gets. Raises ConfigError."""
-    mode = settings.generation_config
-    own = generation_config
-    if mode not in ("auto", "model", "none", "vllm"):
-        path = Path(mode)
-        file = path / "generation_config.json" if path.is_dir() else path
-        try:
-            own = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--generation-config {mode}: {file} cannot be read: {error}.") from None
-        if not isinstance(own, dict):
-            raise ConfigError(f"--generation-config {mode}: {file} does not hold a JSON object.")
-    try:
-        return default_sampling(own, mode, settings.override_generation_config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 class App:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
 from headrace.protocol import errors, openai_completions
+from headrace.protocol.answers import Delta
 from headrace.protocol.json import Body
 from headrace.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionFields, Prompt
-from headrace.protocol.sampling import SamplingFields, check_token_ids, sampling_params, text_rules
+from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.protocol.token_limits import check_token_ids
+from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate_all
 from headrace.server.http import Exchange
 from headrace.server.replies import Tally, reply, stream_options
 from headrace.server.requests import log_request, note_unknown_fields
 from headrace.server.serving import Serving
+from headrace.text.prompt_scores import PromptTokens
 
 
 async def completions(serving: Serving, exchange: Exchange) -> None:
@@ -19,26 +27,31 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     fields, sampling = body.read(CompletionFields), body.read(SamplingFields)
     note_unknown_fields(exchange, body, sampling)
     serving.names.check(fields.model)
-    options = stream_options(sampling)
+    options = stream_options(sampling, serving.settings.force_include_usage)
     rules = text_rules(sampling)
-    logprobs = openai_completions.asked_logprobs(fields)
+    logprobs = openai_completions.asked_logprobs(fields, limits.max_logprobs)
+    only_scores = openai_completions.only_scores(fields, sampling.max_tokens, sampling.prompt_logprobs)
+    bad_words = serving.bad_words(sampling)
     priority = serving.priority(sampling)
     prompts = openai_completions.prompts(fields)
 
     head = serving.head("cmpl")
-    requests = []
+    requests, echoes, scores = [], [], []
     for number, prompt in enumerate(prompts):
-        token_ids = await _token_ids(serving, prompt, fields.add_special_tokens is not False, limits.vocab_size)
+        whole = await _token_ids(serving, prompt, fields.add_special_tokens is not False, limits.vocab_size)
+        token_ids = serving.truncated(whole, sampling, sampling.max_tokens or DEFAULT_MAX_TOKENS)
         params = sampling_params(
             sampling,
             serving.sampling_defaults,
             limits,
             prompt_tokens=len(token_ids),
             where="prompt",
-            max_tokens=sampling.max_tokens,
+            max_tokens=1 if only_scores else sampling.max_tokens,
             fresh_seed=serving.fresh_seed,
             fallback_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=logprobs,
+            echo_logprobs=logprobs if fields.echo else None,
+            bad_words=bad_words,
         )
         log_request(serving, exchange, head.id, len(token_ids), params)
         requests.append(
@@ -53,19 +66,50 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
                 cache_salt=sampling.cache_salt,
             )
         )
-    n = requests[0].params.n
+        echo = _echo(serving, prompt if len(token_ids) == len(whole) else token_ids) if fields.echo else ""
+        echoes.append(echo)
+        if params.prompt_logprobs is not None:
+            scores.append(
+                PromptTokens(
+                    serving.tokenizer,
+                    token_ids,
+                    echo=echo if fields.echo else None,
+                    num_echoed=logprobs or 0,
+                    num_listed=sampling.prompt_logprobs,
+                    ids_as_tokens=bool(sampling.return_tokens_as_token_ids),
+                )
+            )
+    n, of = sampling.n or 1, requests[0].params.n
     answer = CompletionAnswer(
         head,
         n=n,
-        echoes=[_echo(serving, prompt) if fields.echo else "" for prompt in prompts],
+        echoes=echoes,
         with_logprobs=logprobs is not None,
         with_token_ids=bool(sampling.return_token_ids),
         prompt_ids=[request.token_ids for request in requests],
+        scores=scores,
     )
     deltas = generate_all(serving.client, serving.tokenizer, requests)
+    if only_scores:
+        deltas = _without_tokens(deltas)
     with serving.generating():
         tally = Tally([len(request.token_ids) for request in requests], n)
+        if of > n:
+            deltas = best_choices(deltas, of=of, keep=n, tally=tally)
         await reply(exchange, deltas, answer, tally, stream=bool(sampling.stream), options=options)
+
+
+async def _without_tokens(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    """`max_tokens` 0: the one token that the engine generated is left out."""
+    async with aclosing(deltas) as stream:  # type: ignore[type-var]
+        async for delta in stream:
+            if delta.prompt_logprobs is not None:
+                yield delta
+            elif delta.finish_reason is not None:
+                tokens = None if delta.tokens is None else ()
+                yield dataclasses.replace(
+                    delta, text="", token_ids=(), tokens=tokens, finish_reason="length", stop_reason=None
+                )
 
 
 async def _token_ids(serving: Serving, prompt: Prompt, add_special_tokens: bool, vocab_size: int) -> list[int]:

@@ -393,10 +393,12 @@ def merge(first: ipc.SequenceOutput, second: ipc.SequenceOutput) -> ipc.Sequence
     logprobs = None
     if first.logprobs is not None or second.logprobs is not None:
         logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    prompt_logprobs = [*(first.prompt_logprobs or ()), *(second.prompt_logprobs or ())]
     return msgspec.structs.replace(
         second,
         token_ids=[*first.token_ids, *second.token_ids],
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs or None,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
         queue_s=max(first.queue_s, second.queue_s),
     )

@@ -11,17 +11,22 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.protocol import errors, sse
 from headrace.protocol.answers import Delta, Usage
 from headrace.protocol.errors import ApiError
+from headrace.protocol.ipc import TokenLogprobs
 from headrace.protocol.sampling import SamplingFields, StreamOptions
 from headrace.server import http
-from headrace.server.generation import joined
 from headrace.server.http import ClientGone, Exchange
+from headrace.text.choice import joined
 
 
 class Answer(Protocol):
     """How a dialect writes an answer."""
+
+    def scored_prompt(self, index: int, logprobs: Sequence[TokenLogprobs]) -> None: ...
 
     def opening(self, index: int) -> list[dict[str, object]]: ...
 
@@ -46,21 +51,29 @@ class Tally:
         prompt = delta.index // self._n
         self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
 
+    def add_unseen(self, num_tokens: int) -> None:
+        """Tokens that were generated and are in no answer."""
+        self._completion_tokens += num_tokens
+
     @property
     def usage(self) -> Usage:
         return Usage(self._prompt_tokens, self._completion_tokens, sum(self._cached))
 
 
-def stream_options(fields: SamplingFields) -> StreamOptions:
-    """Raises ApiError (400) when options come without a stream."""
+def stream_options(fields: SamplingFields, force_usage: bool) -> StreamOptions:
+    """`force_usage` has every stream tell its usage, as if asked. Raises ApiError (400) when options come without a
+    stream, and for what a stream cannot bring."""
+    if fields.stream and fields.prompt_logprobs is not None:
+        message = "`prompt_logprobs` cannot be streamed; send `stream` false."
+        raise errors.invalid_value("prompt_logprobs", message)
     options = fields.stream_options
     if options is None:
-        return StreamOptions()
+        return StreamOptions(include_usage=force_usage)
     if not fields.stream:
         raise errors.invalid_value("stream_options", "`stream_options` has an effect only with `stream` true.")
     if options.include_obfuscation:
         raise errors.unsupported_field("stream_options.include_obfuscation")
-    return options
+    return msgspec.structs.replace(options, include_usage=True) if force_usage else options
 
 
 async def reply(
@@ -95,6 +108,9 @@ async def _whole(exchange: Exchange, deltas: AsyncIterator[Delta], answer: Answe
     choices: dict[int, list[Delta]] = {}
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
+            if delta.prompt_logprobs is not None:
+                answer.scored_prompt(delta.index, delta.prompt_logprobs)
+                continue
             tally.add(delta)
             choices.setdefault(delta.index, []).append(delta)
     whole = [joined(parts) for _, parts in sorted(choices.items())]
@@ -108,6 +124,9 @@ async def _stream(
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         try:
             async for delta in stream:
+                if delta.prompt_logprobs is not None:
+                    answer.scored_prompt(delta.index, delta.prompt_logprobs)
+                    continue
                 tally.add(delta)
                 chunks = answer.chunks(delta)
                 if delta.index not in opened:

@@ -25,7 +25,7 @@ def note_unknown_fields(exchange: Exchange, body: Body, sampling: SamplingFields
     """
     if sampling.request_id and "x-request-id" not in exchange.headers:
         exchange.name(sampling.request_id)
-    unknown = unknown_fields(body.others(), sampling.n)
+    unknown = unknown_fields(body.others())
     if unknown:
         exchange.warn_ignored(unknown[:MAX_NAMES])
         logger.warning(

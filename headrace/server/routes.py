@@ -40,11 +40,19 @@ class Route:
     body: tuple[type[msgspec.Struct], ...] = ()
 
 
+def _check_open(serving: Serving, exchange: Exchange) -> None:
+    """Raises ApiError (404) where --disable-fastapi-docs closes the page."""
+    if not serving.settings.serve_docs:
+        raise errors.unknown_endpoint(exchange.method, exchange.path, known_paths())
+
+
 async def _openapi(serving: Serving, exchange: Exchange) -> None:
+    _check_open(serving, exchange)
     await exchange.answer_json(openapi_document(ROUTES, serving.settings.root_path))
 
 
 async def _docs(serving: Serving, exchange: Exchange) -> None:
+    _check_open(serving, exchange)
     page = docs_page(ROUTES, serving.names.primary, serving.settings.root_path)
     await exchange.answer(200, page.encode(), "text/html; charset=utf-8")
 

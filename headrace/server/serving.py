@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Protocol, TypeVar
 
@@ -22,8 +23,10 @@ from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import EngineInfo, Loading
 from headrace.protocol.sampling import ModelLimits, SamplingFields
+from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.generation import Engine
 from headrace.server.metrics import EngineMetrics
+from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -31,6 +34,9 @@ logger = logging.getLogger("headrace.server")
 
 T = TypeVar("T")
 
+NUM_TEMPLATES = 16
+"""Chat templates of requests that are kept compiled."""
+MAX_TEMPLATE_CHARS = 65_536
 LONG_TEXT_CHARS = 20_000
 """Longer texts are tokenized in a thread; shorter ones take less time than the hand-over."""
 
@@ -91,6 +97,7 @@ class Serving:
         self.started_at = int(time.time())
         self.num_generating = 0
         """Requests for text that are being answered now."""
+        self._compiled = lru_cache(maxsize=NUM_TEMPLATES)(lambda source: ChatTemplate(source, tokenizer.special_tokens))
         self._policy = engine_settings.scheduling_policy
         # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
         self._seeds = random.SystemRandom() if engine_settings.seed is None else random.Random(engine_settings.seed)
@@ -122,7 +129,8 @@ class Serving:
         return self._seeds.getrandbits(63)
 
     def limits(self) -> ModelLimits:
-        return ModelLimits(self.ready_info().max_model_len, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+        tokenizer, longest = self.tokenizer, self.ready_info().max_model_len
+        return ModelLimits(longest, tokenizer.vocab_size, tokenizer.eos_token_ids, self.settings.max_logprobs)
 
     def priority(self, fields: SamplingFields) -> int:
         """Raises ApiError (400) when the scheduler does not look at priorities."""
@@ -142,9 +150,46 @@ class Serving:
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return await self.aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def aside(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Run `work` here when it is short, in a thread when it would hold up the other requests."""
-        return work() if num_chars <= LONG_TEXT_CHARS else await asyncio.to_thread(work)
+    async def aside(self, num_chars: int | None, work: Callable[[], T]) -> T:
+        """Run `work` here when it is short, in a thread when it would (or, with None, might) hold up the others."""
+        if num_chars is not None and num_chars <= LONG_TEXT_CHARS:
+            return work()
+        return await asyncio.to_thread(work)
+
+    def template(self, own: str | None) -> ChatTemplate:
+        """The model's chat template, or a request's own. Raises ApiError (400)."""
+        if own is None:
+            if self.chat_template is None:
+                raise errors.no_chat_template()
+            return self.chat_template
+        if not self.settings.trust_request_chat_template:
+            raise errors.invalid_value(
+                "chat_template",
+                "`chat_template` is taken from requests only by a server that runs with --trust-request-chat-template; "
+                "its own template is set with --chat-template FILE.",
+            )
+        if len(own) > MAX_TEMPLATE_CHARS:
+            message = f"`chat_template` has {len(own)} characters; at most {MAX_TEMPLATE_CHARS} are allowed."
+            raise errors.invalid_value("chat_template", message)
+        try:
+            return self._compiled(own)
+        except ValueError as error:
+            raise errors.chat_template_failed(str(error)) from None
+
+    def bad_words(self, fields: SamplingFields) -> WordTokens:
+        """The tokens of the request's bad words. Raises ApiError (400)."""
+        words = check_bad_words(fields.bad_words)
+        return bad_word_tokens(self.tokenizer, words) if words else ()
+
+    def truncated(self, token_ids: list[int], fields: SamplingFields, max_tokens: int) -> list[int]:
+        """The prompt as `truncate_prompt_tokens` leaves it. Raises ApiError (400)."""
+        return truncated(
+            token_ids,
+            fields.truncate_prompt_tokens,
+            fields.truncation_side,
+            max_model_len=self.ready_info().max_model_len,
+            max_tokens=max_tokens,
+        )
 
     @contextmanager
     def generating(self) -> Iterator[None]:

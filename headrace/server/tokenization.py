@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.protocol import errors
 from headrace.protocol.json import Body
 from headrace.protocol.openai_chat import template_variables
-from headrace.protocol.sampling import check_token_ids
+from headrace.protocol.token_limits import check_token_ids
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields, detokenized, tokenized
 from headrace.server.chat import prompt_of
 from headrace.server.http import Exchange

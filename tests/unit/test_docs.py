@@ -136,4 +136,4 @@ def test_what_the_api_page_calls_unsupported_is_refused() -> None:
     start = api_page().index("## Not supported yet")
     section = api_page()[start : api_page().index("## A stream")]
     names = set(re.findall(r"`([a-z_]+)`", section)) - {"unsupported_parameter", "not_implemented"}
-    assert names - set(UNBUILT) == {"logprobs"}
+    assert names - set(UNBUILT) == set()
