@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from headrace.gateway import paths, status
+from headrace.gateway import logs, paths, status
 from headrace.gateway.count_tokens import count_tokens
 from headrace.gateway.exchange import Application, ClientGone, Exchange, Receive, Scope, Send
 from headrace.gateway.forward import forward
@@ -63,8 +63,8 @@ class App:
         try:
             await self._dispatch(exchange, path)
         except ApiError as error:
-            state.metrics.refused(error.code or str(error.status))
             await exchange.answer_error(error)
+            _note_refusal(state, exchange, path, error)
         except ClientGone:
             pass
         except Exception:
@@ -159,6 +159,24 @@ def _is_for_api(path: str, scope: Scope) -> bool:
         accept = next((value for name, value in scope["headers"] if name == b"accept"), b"")
         return b"text/html" not in accept
     return True
+
+
+def _note_refusal(state: GatewayState, exchange: Exchange, path: str, error: ApiError) -> None:
+    """An answer that no upstream gave, in metrics and log. Files and batches carry codes that upstreams make up."""
+    is_ours = not path.startswith(("/files", "/batches", "/responses/"))
+    state.metrics.refused((error.code if is_ours else None) or f"status_{error.status}")
+    logs.log_request(
+        logs.request_fields(
+            request_id=exchange.request_id.decode("latin-1"),
+            key_prefix=None,
+            method=exchange.method,
+            path=exchange.path[:200],
+            status=error.status,
+            client=exchange.client_ip,
+            outcome="refused",
+            code=error.code,
+        )
+    )
 
 
 async def _answer_fault(exchange: Exchange) -> None:

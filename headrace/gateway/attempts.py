@@ -98,7 +98,7 @@ class Attempts:
                 self.state.metrics.attempt_failed(
                     upstream.name,
                     attempt.model,
-                    error.error.code or str(error.error.status),
+                    _reason(error),
                     falls_back=error.falls_back and (repeats or not is_last),
                 )
                 if not repeats:
@@ -175,9 +175,10 @@ class Attempts:
                     if answer.status in (404, 405, 501) and self._has_no_responses(call.path, upstream.name, body):
                         raise _NoResponsesApi
                     raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
-                delivery = Delivery(
-                    self.exchange, self.request, call, upstream, deadline, progress, self.gateway_headers()
-                )
+                named = self.gateway_headers()
+                if call.translation is not None and call.translation.dropped:
+                    named.append((b"x-headrace-ignored", _header_value(",".join(call.translation.dropped))))
+                delivery = Delivery(self.exchange, self.request, call, upstream, deadline, progress, named)
                 await delivery.deliver(answer)
                 return None
         except UpstreamFailure as failure:
@@ -219,6 +220,13 @@ class Attempts:
         if self.progress.num_attempts > 1:
             error.headers["x-should-retry"] = "false"
         return error
+
+
+def _reason(failure: UpstreamFailure) -> str:
+    """A label of metrics: codes that an upstream makes up are told by their status."""
+    if failure.falls_back and failure.error.code is not None:
+        return failure.error.code
+    return f"status_{failure.error.status}"
 
 
 def _wait_s(failure: UpstreamFailure | None) -> float:

@@ -21,6 +21,9 @@ from headrace.gateway.state import GatewayState
 from headrace.gateway.usage_event import cost_micros
 from headrace.protocol.errors import ApiError
 
+UNLIMITED_OUTPUT_TOKENS = 256
+"""What a budget reserves for the answer to a request that sets no limit itself."""
+
 
 async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord) -> None:
     """Answers the exchange. Raises ApiError while nothing was sent, ClientGone."""
@@ -75,7 +78,8 @@ def check_model(state: GatewayState, record: KeyRecord, plan: Plan | None, asked
 
 def _estimated_micros(route: Route, request: Request) -> int:
     facts = request.facts
-    return max(cost_micros(a.price, facts.prompt_tokens, facts.max_tokens or 0) for a in route.attempts)
+    output_tokens = UNLIMITED_OUTPUT_TOKENS if facts.max_tokens is None else facts.max_tokens
+    return max([cost_micros(a.price, facts.prompt_tokens, output_tokens) for a in route.attempts])
 
 
 def _settle(

@@ -41,8 +41,6 @@ _MARKS: dict[Wire, tuple[bytes, ...]] = {
         b'"finish_reason": "',
         b'"usage":{',
         b'"usage": {',
-        b'"choices":[]',
-        b'"choices": []',
         b'"error"',
     ),
     "messages": (b"message_start", b"message_delta", b"message_stop", b'"error"', b"ping"),

@@ -1,0 +1,119 @@
+"""Clients that leave at odd moments, and a gateway that is told to end. (test_faults.py has the usual moments.)"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.gateway import replies
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.gateways import ThreadedGateway, provider, providers, running_gateway, threaded_gateway
+from tests.gateway.replies import Reply
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[FakeUpstream]:
+    with FakeUpstream() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def gateway(upstream: FakeUpstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedGateway]:
+    with threaded_gateway(tmp_path_factory.mktemp("left"), providers(main=provider(upstream.url))) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    gateway.forget()
+    upstream.forget()
+
+
+def sent(gateway: ThreadedGateway, path: str, body: dict[str, Any], *, all_of_it: bool = True) -> socket.socket:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n"
+    connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=5)
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode())
+    connection.sendall(content if all_of_it else content[:10])
+    return connection
+
+
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_reaches_nobody(
+    gateway: ThreadedGateway, upstream: FakeUpstream
+) -> None:
+    sent(gateway, CHAT, BODY, all_of_it=False).close()
+    assert gateway.wait_until_idle()
+    assert upstream.requests == [] and gateway.events == []
+
+
+def test_a_client_that_leaves_between_two_attempts_ends_them(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    upstream.answer = replies.rate_limited(1)
+    connection = sent(gateway, CHAT, BODY)
+    assert upstream.wait_for(lambda u: len(u.requests) == 1)
+    connection.close()
+    assert gateway.wait_until_idle(0.8)
+    event = gateway.wait_for_events(1)[0]
+    assert (event.outcome, event.status, event.input_tokens) == ("client_left", 499, 0)
+    time.sleep(0.5)
+    assert len(upstream.requests) == 1
+
+
+def test_a_client_that_leaves_a_download_ends_it(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    upstream.answer = Reply(
+        content_type="audio/mpeg", framing="chunked", parts=(b"x" * 1000,) * 2, preamble=0, stall_at_part=1
+    )
+    connection = sent(gateway, "/v1/audio/speech", {"model": "fake", "input": "Hi"})
+    while b"xxx" not in connection.recv(65536):
+        pass
+    connection.close()
+    assert upstream.wait_for(lambda u: u.last.client_left_s is not None, 1.0)
+    assert gateway.wait_until_idle()
+    assert gateway.wait_for_events(1)[0].outcome == "client_left"
+
+
+def test_a_client_that_reads_everything_and_closes_has_not_left(
+    gateway: ThreadedGateway, upstream: FakeUpstream
+) -> None:
+    for stream in (False, True):
+        connection = sent(gateway, CHAT, {**BODY, "stream": stream})
+        received = b""
+        while not received.endswith(b"0\r\n\r\n" if stream else b"}"):
+            received += connection.recv(65536)
+        connection.close()
+    assert [event.outcome for event in gateway.wait_for_events(2)] == ["ok", "ok"]
+
+
+def test_sigterm_lets_a_stream_finish_and_refuses_what_comes_then(tmp_path) -> None:
+    import httpx
+
+    with FakeUpstream() as upstream:
+        upstream.answer = replies.chat_stream("a", "b", "c", "d").slow(between_s=0.3)
+        with running_gateway(tmp_path, providers(main=provider(upstream.url))) as gateway:
+            texts: list[str] = []
+
+            def read() -> None:
+                answer = httpx.post(gateway.url + CHAT, json={**BODY, "stream": True}, headers=gateway.auth, timeout=20)
+                texts.append(answer.text)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            assert upstream.wait_for(lambda u: len(u.requests) == 1)
+            gateway.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            refused = httpx.post(gateway.url + CHAT, json=BODY, headers=gateway.auth)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            thread.join(10)
+            assert texts and texts[0].endswith("data: [DONE]\n\n")
+            assert gateway.process.wait(5) == 0
