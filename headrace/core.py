@@ -66,7 +66,9 @@ class EngineCore:
         memory_bytes, taken_bytes = device_memory_bytes(kernels.device)
         self._runner = Runner(files, kernels)
         with phases.measure("weights"):
-            self._runner.load(lambda done, total: progress("Loading model weights", done, total))
+            self._runner.load(
+                lambda done, total: progress("Loading model weights", done, total), settings.max_model_len
+            )
         with phases.measure("KV cache"):
             plan = self._allocate(memory_bytes, taken_bytes)
         step_time_target_s = settings.step_time_target_s or STEP_TIME_TARGET_S.get(

@@ -1,4 +1,4 @@
-"""From a checkpoint's own description (the dictionary of config.json) to ModelConfig, and the tensors it implies.
+"""From a checkpoint's own description (the dictionary of config.json) to ModelConfig.
 
 There is one road: a GGUF file's metadata is first written as the same dictionary. What is not implemented is
 refused here by name, before anything is loaded, instead of giving garbage later.
@@ -9,14 +9,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from headrace.config.errors import ConfigError
+from headrace.config.json_fields import JsonFields
 from headrace.config.model import ModelConfig
+from headrace.config.rope import read_rope
 
-KNOWN_FAMILIES = ("llama", "qwen2")
-
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-ROPE_TYPES = ("default", "linear", "llama3")
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+KNOWN_FAMILIES = tuple(ARCHITECTURES.values())
 MAX_LAYERS = 4096
 DTYPES = ("float32", "float16", "bfloat16")
+
+# What a config.json that leaves a key out means by it, where that differs from one family to another.
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    },
+    "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "gemma3": {
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
+    },
+}
+_BIAS_IS_A_SWITCH = ("llama", "qwen3", "qwen3_moe", "gemma3")
+_QK_NORM = ("qwen3", "qwen3_moe", "gemma3")
+_WINDOW_IS_A_SWITCH = ("qwen2", "qwen3", "qwen3_moe")
+"""Families whose sliding_window counts only with use_sliding_window."""
 
 
 def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -26,7 +74,8 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
     Raises ConfigError for a family or feature that is not implemented and for values that cannot be.
     """
     family = _family(raw, source)
-    fields = _Fields(raw, source)
+    raw = {**_DEFAULTS[family], **raw}
+    fields = JsonFields(raw, source)
     hidden_size = fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads", num_heads)
@@ -41,74 +90,44 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one.")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"{source}: hidden_act {activation!r} is not supported; the known one is 'silu'.")
-    layer_types = raw.get("layer_types")
-    other_layers = [t for t in layer_types if t != "full_attention"] if isinstance(layer_types, list) else []
-    if raw.get("use_sliding_window"):
-        raise ConfigError(
-            f"{source}: use_sliding_window is true, and sliding-window attention is not supported yet. "
-            '--hf-overrides \'{"use_sliding_window": false, "layer_types": null}\' serves it with full attention.'
-        )
-    if other_layers:
-        raise ConfigError(f"{source}: layers of type {other_layers[0]!r} are not supported; only full_attention.")
-    rope_parameters = raw.get("rope_parameters")
-    nested = rope_parameters.get("partial_rotary_factor") if isinstance(rope_parameters, dict) else None
-    partial = raw.get("partial_rotary_factor") or nested or 1.0
-    if partial != 1.0:
-        raise ConfigError(f"{source}: partial_rotary_factor {partial!r} is not supported; only whole heads (1.0).")
-    rope_theta, rope_scaling = _rope(raw, fields, source)
+    _check_features(raw, family, source)
+    num_layers = fields.size("num_hidden_layers", limit=MAX_LAYERS)
+    window, sliding = _sliding_layers(raw, fields, family, num_layers)
+    rope = read_rope(raw, source, head_dim=head_dim, max_positions=fields.size("max_position_embeddings"))
+    gemma = family == "gemma3"
+    experts, per_token, expert_size, dense = _experts(fields, family, num_layers)
     return ModelConfig(
         family=family,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers", limit=MAX_LAYERS),
+        intermediate_size=fields.size("intermediate_size", expert_size or None),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=fields.size("max_position_embeddings", 2048 if family == "llama" else 32768),
+        max_position_embeddings=rope.max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        attention_bias=family == "qwen2" or fields.flag("attention_bias"),
-        mlp_bias=family != "qwen2" and fields.flag("mlp_bias"),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        attention_bias=family == "qwen2" or (family in _BIAS_IS_A_SWITCH and fields.flag("attention_bias")),
+        mlp_bias=family == "llama" and fields.flag("mlp_bias"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(raw, source),
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys([*token_ids(raw.get("eos_token_id"), source), *eos_token_ids])),
         quantization=_quantization(raw, source),
+        sliding_window=window,
+        sliding_layers=sliding,
+        qk_norm=family in _QK_NORM,
+        query_scale=fields.number("query_pre_attn_scalar") ** -0.5 if gemma else None,
+        partial_rotary_factor=rope.partial_factor,
+        rope_local_theta=rope.local_theta if gemma else None,
+        num_experts=experts,
+        num_experts_per_token=per_token,
+        expert_intermediate_size=expert_size,
+        normalize_expert_weights=family == "mixtral" or fields.flag("norm_topk_prob"),
+        dense_layers=dense,
     )
-
-
-def needed_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape ([out, in]) of every tensor that a plain checkpoint of this architecture must have.
-
-    Biases: qwen2 has them on q, k and v; llama with `attention_bias` on q, k, v and o.
-    """
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
-    biased = "qkv" if config.family == "qwen2" else "qkvo" if config.attention_bias else ""
-    mlp = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
-    needed: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        needed[prefix + "input_layernorm.weight"] = (hidden,)
-        for name, shape in attention.items():
-            needed[f"{prefix}self_attn.{name}_proj.weight"] = shape
-            if name in biased:
-                needed[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
-        needed[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for name, shape in mlp.items():
-            needed[f"{prefix}mlp.{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                needed[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
-    needed["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        needed["lm_head.weight"] = (config.vocab_size, hidden)
-    return needed
 
 
 def token_ids(value: object, source: str) -> list[int]:
@@ -130,41 +149,81 @@ def _family(raw: Mapping[str, object], source: str) -> str:
                 return ARCHITECTURES[name]
         raise ConfigError(f"{source}: the architecture {architectures[0]} is not supported; known are {known}.")
     model_type = raw.get("model_type")
-    if isinstance(model_type, str) and model_type in KNOWN_FAMILIES:
-        return model_type
+    if isinstance(model_type, str) and model_type.removesuffix("_text") in KNOWN_FAMILIES:
+        return model_type.removesuffix("_text")
     named = f"the model_type {model_type!r} is not supported" if model_type else "it names no architecture"
     raise ConfigError(f"{source}: {named}; known architectures are {known} (families {', '.join(KNOWN_FAMILIES)}).")
 
 
-def _rope(raw: Mapping[str, object], fields: _Fields, source: str) -> tuple[float, dict[str, object] | None]:
-    """Base and scaling, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters` alone."""
-    scaling: dict[str, object] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        part = raw.get(key)
-        if part is None:
-            continue
-        if not isinstance(part, dict):
-            raise ConfigError(f"{source}: {key} is {part!r}, not an object.")
-        scaling.update(part)
-    theta = _Fields(scaling, source).number("rope_theta", fields.number("rope_theta", 10000.0))
-    for name in ("rope_theta", "partial_rotary_factor"):
-        scaling.pop(name, None)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_TYPES:
+def _check_features(raw: Mapping[str, object], family: str, source: str) -> None:
+    """Refuse what a file of this family could ask for and is not implemented."""
+    names = ("hidden_activation", "hidden_act") if family == "gemma3" else ("hidden_act",)
+    known = "gelu_pytorch_tanh" if family == "gemma3" else "silu"
+    activation = next((raw[name] for name in names if raw.get(name)), known)
+    if activation != known:
+        raise ConfigError(f"{source}: {names[0]} {activation!r} is not supported; the known one is {known!r}.")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(name):
+            raise ConfigError(f"{source}: {name} is {raw[name]!r}, which is not supported; it must be null or false.")
+    if family == "llama" and raw.get("use_sliding_window"):
         raise ConfigError(
-            f"{source}: rotary scaling of type {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}."
+            f"{source}: use_sliding_window is true, and the llama family has no sliding window. "
+            "--hf-overrides '{\"use_sliding_window\": false}' serves it with full attention."
         )
-    if kind == "default":
-        return theta, None
-    scaling.pop("type", None)
-    scaling["rope_type"] = kind
-    wanted = ["factor"]
-    if kind == "llama3":
-        wanted += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    inner = _Fields(scaling, f"{source}: rope_scaling")
-    for name in wanted:
-        scaling[name] = inner.number(name)
-    return theta, scaling
+
+
+def _sliding_layers(
+    raw: Mapping[str, object], fields: JsonFields, family: str, num_layers: int
+) -> tuple[int | None, tuple[bool, ...]]:
+    """The window and, for each layer, whether it has it; (None, ()) where every layer sees everything."""
+    source = fields.source
+    off = family == "llama" or (family in _WINDOW_IS_A_SWITCH and not fields.flag("use_sliding_window"))
+    window = None if off or raw.get("sliding_window") is None else fields.size("sliding_window")
+    layer_types = raw.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            raise ConfigError(f"{source}: layer_types is {layer_types!r}, not a list of {num_layers} names.")
+        known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+        other = [t for t in layer_types if t not in known]
+        if other:
+            raise ConfigError(
+                f"{source}: layers of type {other[0]!r} are not supported here; only {' and '.join(known)}."
+            )
+        sliding = tuple(t == "sliding_attention" for t in layer_types)
+    elif window is None:
+        return None, ()
+    elif family in ("qwen2", "qwen3"):
+        first = raw.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ConfigError(f"{source}: max_window_layers is {first!r}, not a whole number.")
+        sliding = tuple(layer >= first for layer in range(num_layers))
+    elif family == "gemma3":
+        pattern = fields.size("sliding_window_pattern", 6)
+        sliding = tuple(bool((layer + 1) % pattern) for layer in range(num_layers))
+    else:
+        sliding = (True,) * num_layers
+    return (window, sliding) if any(sliding) else (None, ())
+
+
+def _experts(fields: JsonFields, family: str, num_layers: int) -> tuple[int, int, int, tuple[int, ...]]:
+    """(experts, experts a token, width of an expert, layers without experts); zeros for a dense family."""
+    if family == "mixtral":
+        experts, size = fields.size("num_local_experts", 8), fields.size("intermediate_size")
+        dense: list[int] = []
+    elif family == "qwen3_moe":
+        # transformers 5 writes the second name.
+        experts = fields.size("num_experts", fields.size("num_local_experts", 128))
+        size = fields.size("moe_intermediate_size")
+        step, listed = fields.size("decoder_sparse_step"), fields.raw.get("mlp_only_layers") or []
+        if not isinstance(listed, list):
+            raise ConfigError(f"{fields.source}: mlp_only_layers is {listed!r}, not a list of layers.")
+        dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
+    else:
+        return 0, 0, 0, ()
+    per_token = fields.size("num_experts_per_tok")
+    if per_token > experts:
+        raise ConfigError(f"{fields.source}: num_experts_per_tok {per_token} is more than the {experts} experts.")
+    return experts, per_token, size, tuple(dense)
 
 
 def _dtype(raw: Mapping[str, object], source: str) -> str:
@@ -183,42 +242,3 @@ def _quantization(raw: Mapping[str, object], source: str) -> str | None:
     if not isinstance(method, str):
         raise ConfigError(f"{source}: quantization_config has no quant_method.")
     return method.lower()
-
-
-class _Fields:
-    """Typed reading of a JSON object; every complaint names the source and the field."""
-
-    def __init__(self, raw: Mapping[str, object], source: str) -> None:
-        self.raw = raw
-        self.source = source
-
-    def size(self, name: str, default: int | None = None, limit: int = 1 << 40) -> int:
-        """A whole number above 0 and up to `limit`; an absent one takes the default."""
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                raise ConfigError(f"{self.source}: {name} is missing.")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not a whole number from 1 to {limit:,}.")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                raise ConfigError(f"{self.source}: {name} is missing.")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not a number above 0.")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not true or false.")
-        return bool(value)
-
-    def token_id(self, name: str) -> int | None:
-        value = self.raw.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None

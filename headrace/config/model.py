@@ -32,6 +32,40 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     """The method named by the checkpoint (awq, gptq, fp8, gguf, ...), None for plain weights."""
+    sliding_window: int | None = None
+    """Tokens that a row of a sliding layer sees, its own among them; None when every layer sees all."""
+    sliding_layers: tuple[bool, ...] = ()
+    """For each layer, whether it has the window; empty without one."""
+    qk_norm: bool = False
+    """Queries and keys are normalised head by head before they are rotated."""
+    query_scale: float | None = None
+    """What scores are multiplied with; None = head_dim ** -0.5."""
+    partial_rotary_factor: float = 1.0
+    rope_local_theta: float | None = None
+    """Rotary base of the sliding layers, whose rotary is never scaled; None = as all others."""
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    normalize_expert_weights: bool = True
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    dense_layers: tuple[int, ...] = ()
+    """In a mixture of experts, the layers that have a plain feed-forward part."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """The first so many values of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a row of this layer sees; None = all before it."""
+        return self.sliding_window if self.sliding_layers and self.sliding_layers[layer] else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> int:
         """Bytes of keys and values that one token takes over all layers."""

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config import gguf_model
-from headrace.config.architecture import model_config, needed_tensors, token_ids
+from headrace.config.architecture import model_config, token_ids
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader, read_gguf
 from headrace.config.model import ModelConfig
+from headrace.config.model_tensors import needed_tensors
 from headrace.config.safetensors_format import read_safetensors
 
 WEIGHTS_FILE = "model.safetensors"

@@ -10,7 +10,7 @@ the row's own prefix was split into steps. Every implementation keeps it bit for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,8 +139,12 @@ class Kernels(Protocol):
         """A matrix for `embedding`."""
         ...
 
-    def prepare_vector(self, values: NDArray[np.generic]) -> Handle:
-        """A norm weight or bias [width]."""
+    def prepare_experts(self, weights: Iterable[Weight]) -> Handle:
+        """One matrix of each expert, all of one shape, for `experts`; each is taken when the one before is done."""
+        ...
+
+    def prepare_vector(self, values: NDArray[np.generic], exact: bool = False) -> Handle:
+        """A norm weight or bias [width], rounded to the compute dtype unless it is wanted `exact` in float32."""
         ...
 
     def prepare_rope(self, cos: Float32, sin: Float32) -> Handle:
@@ -162,7 +166,9 @@ class Kernels(Protocol):
 
     def linear(self, x: Buffer, weight: Handle, bias: Handle | None) -> Buffer: ...
 
-    def rms_norm(self, x: Buffer, weight: Handle, eps: float) -> Buffer: ...
+    def rms_norm(self, x: Buffer, weight: Handle, eps: float) -> Buffer:
+        """Every part of a row as wide as the weight on its own: the whole row, or each of its heads."""
+        ...
 
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Handle, eps: float) -> tuple[Buffer, Buffer]:
         """(norm(x + residual), x + residual)."""
@@ -185,12 +191,34 @@ class Kernels(Protocol):
         num_kv_heads: int,
         scale: float,
         batch: BatchHandle,
+        window: int | None = None,
     ) -> Buffer:
-        """Store k and v at the batch's slots, then causal attention of each row over its sequence's blocks."""
+        """Store k and v at the batch's slots, then causal attention of each row over its sequence's blocks.
+
+        With a `window` a row sees that many tokens only, itself and those right before it.
+        """
         ...
 
     def silu_mul(self, x: Buffer) -> Buffer:
         """silu(x[:, :width]) * x[:, width:]."""
+        ...
+
+    def gelu_mul(self, x: Buffer) -> Buffer:
+        """gelu(x[:, :width]) * x[:, width:], gelu by its approximation with tanh."""
+        ...
+
+    def experts(
+        self, x: Buffer, router: Buffer, gate_up: Handle, down: Handle, *, top_k: int, normalize: bool
+    ) -> Buffer:
+        """Each row through its `top_k` experts, what they give weighted and added.
+
+        `router` [rows, experts] are scores, their softmax (in float32) the weights; the `top_k` largest count, of
+        equal ones the first, scaled to a sum of 1 if `normalize`. An expert is down(silu(gate(x)) * up(x)).
+        """
+        ...
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        """x * factor, the factor rounded to the compute dtype."""
         ...
 
     def add(self, a: Buffer, b: Buffer) -> Buffer: ...

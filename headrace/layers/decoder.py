@@ -1,19 +1,23 @@
 """The pre-norm decoder that most families share: blocks around a residual stream, and the projection to logits.
 
 The residual is added where the next norm needs it, so every block takes and gives a pair: what the last part
-computed, not added yet, and the stream it belongs to.
+computed, not added yet, and the stream it belongs to. A family may also normalise what a part gives to the stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.kernels.ops import BatchHandle, Buffer, Kernels
 from headrace.layers.attention import Attention
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
-from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
+
+
+class FeedForward(Protocol):
+    def forward(self, kernels: Kernels, x: Buffer) -> Buffer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,9 @@ class DecoderBlock:
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: FeedForward
+    attention_out_norm: RMSNorm | None = None
+    mlp_out_norm: RMSNorm | None = None
 
     def forward(
         self, kernels: Kernels, x: Buffer, residual: Buffer | None, batch: BatchHandle
@@ -31,8 +37,13 @@ class DecoderBlock:
         else:
             normed, residual = self.attention_norm.of_sum(kernels, x, residual)
         x = self.attention.forward(kernels, normed, batch)
+        if self.attention_out_norm is not None:
+            x = self.attention_out_norm.forward(kernels, x)
         normed, residual = self.mlp_norm.of_sum(kernels, x, residual)
-        return self.mlp.forward(kernels, normed), residual
+        x = self.mlp.forward(kernels, normed)
+        if self.mlp_out_norm is not None:
+            x = self.mlp_out_norm.forward(kernels, x)
+        return x, residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Token embeddings."""
+"""Token embeddings, as they are or all multiplied with one number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from headrace.weights.checkpoint import Checkpoint
 @dataclass(frozen=True, slots=True)
 class Embedding:
     table: Handle
+    scale: float | None = None
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, kernels: Kernels, name: str) -> Embedding:
-        return cls(kernels.prepare_embedding(checkpoint.matrix(f"{name}.weight")))
+    def load(cls, checkpoint: Checkpoint, kernels: Kernels, name: str, *, scale: float | None = None) -> Embedding:
+        return cls(kernels.prepare_embedding(checkpoint.matrix(f"{name}.weight")), scale)
 
     def forward(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
-        return kernels.embedding(self.table, batch)
+        rows = kernels.embedding(self.table, batch)
+        return rows if self.scale is None else kernels.scale(rows, self.scale)

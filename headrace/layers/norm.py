@@ -14,10 +14,15 @@ class RMSNorm:
     eps: float
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, kernels: Kernels, name: str, eps: float) -> RMSNorm:
-        return cls(kernels.prepare_vector(checkpoint.vector(f"{name}.weight")), eps)
+    def load(
+        cls, checkpoint: Checkpoint, kernels: Kernels, name: str, eps: float, *, around_one: bool = False
+    ) -> RMSNorm:
+        """`around_one`: the checkpoint holds how far the weights are from 1, which low precision would lose."""
+        values = checkpoint.vector(f"{name}.weight")
+        return cls(kernels.prepare_vector(values + 1 if around_one else values, exact=around_one), eps)
 
     def forward(self, kernels: Kernels, x: Buffer) -> Buffer:
+        """Of every part of a row as wide as the weight: the row, or each of its heads."""
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, kernels: Kernels, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from headrace.config.errors import ConfigError
 from headrace.config.model import ModelConfig
 from headrace.kernels.ops import BatchHandle, Buffer, Kernels
-from headrace.models.llama import Llama
-from headrace.models.qwen2 import Qwen2
+from headrace.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.weights.checkpoint import Checkpoint, Progress
 
 
@@ -22,7 +22,16 @@ class Model(Protocol):
         ...
 
 
-FAMILIES: dict[str, type[Llama] | type[Qwen2]] = {"llama": Llama, "qwen2": Qwen2}
+FAMILIES: dict[str, Callable[[ModelConfig, Checkpoint, Kernels, int, Progress], Model]] = {
+    "llama": llama.load,
+    "mistral": mistral.load,
+    "mixtral": mixtral.load,
+    "qwen2": qwen2.load,
+    "qwen3": qwen3.load,
+    "qwen3_moe": qwen3_moe.load,
+    "phi3": phi3.load,
+    "gemma3": gemma3.load,
+}
 
 
 def build_model(
@@ -30,12 +39,12 @@ def build_model(
 ) -> Model:
     """Read all weights into `kernels`. `max_positions` sizes the rotary tables; `progress(done, total)` is in
     bytes of the checkpoint."""
-    family = FAMILIES.get(config.family)
-    if family is None:
+    load = FAMILIES.get(config.family)
+    if load is None:
         raise ConfigError(f"the model family {config.family!r} is not known; known are {', '.join(FAMILIES)}.")
     if config.quantization not in (None, "gguf"):
         raise ConfigError(
             f"the checkpoint is quantised with {config.quantization!r}, which is not supported yet: "
             "use the plain checkpoint or a GGUF file of the same model."
         )
-    return family.load(config, checkpoint, kernels, max_positions, progress)
+    return load(config, checkpoint, kernels, max_positions, progress)

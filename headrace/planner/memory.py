@@ -123,6 +123,12 @@ def plan_memory(
         )
         notes.append(f"max_num_seqs is {max_num_seqs}, not {settings.max_num_seqs}: {reason}.")
 
+    if config.sliding_window is not None and max_model_len > config.sliding_window:
+        notes.append(
+            f"{sum(config.sliding_layers)} of {config.num_layers} layers see {config.sliding_window:,} tokens only; "
+            "the KV cache keeps all tokens for them too."
+        )
+
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -140,7 +146,8 @@ def step_buffer_bytes(config: ModelConfig, num_tokens: int, num_seqs: int) -> in
     float32 throughout, the widest any device computes in.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads + config.num_heads) * config.head_dim
-    row = 2 * config.hidden_size + max(heads, 3 * config.intermediate_size)
+    routed = config.num_experts_per_token * (config.hidden_size + 3 * config.expert_intermediate_size)
+    row = 2 * config.hidden_size + max(heads, 3 * config.intermediate_size, routed)
     logits = 3 * num_seqs * config.vocab_size
     return 4 * (num_tokens * row + logits)
 

@@ -28,6 +28,30 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+YARN_TUNED = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3, "truncate": False}
+YARN_MSCALE = {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7}
+
+
+def longrope(pairs: int) -> dict[str, object]:
+    factors = {"short_factor": [1.0 + i / 10 for i in range(pairs)], "long_factor": [1.0 + i for i in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+
+
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 40, "tie_word_embeddings": True}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+
+
+def rope(parameters: dict[str, object], **more: object) -> dict[str, object]:
+    return {"rope_parameters": parameters, "rope_scaling": parameters, **more}
+
 
 VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "llama": ("Llama", "float32", {}),
@@ -39,6 +63,34 @@ VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "llama_llama3_rope": ("Llama", "float32", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
     "llama_linear_rope": ("Llama", "float32", {"rope_parameters": LINEAR, "rope_scaling": LINEAR}),
     "qwen2": ("Qwen2", "float32", {}),
+    "llama_dynamic_rope": ("Llama", "float32", rope(DYNAMIC, max_position_embeddings=64)),
+    "llama_yarn_rope": ("Llama", "float32", rope(YARN)),
+    "llama_yarn_tuned": ("Llama", "float32", rope(YARN_TUNED)),
+    "llama_yarn_mscale": ("Llama", "float32", rope(YARN_MSCALE)),
+    "mistral": ("Mistral", "float32", {"head_dim": 20, "sliding_window": None}),
+    "mistral_window": ("Mistral", "float32", {"sliding_window": 37}),
+    "mistral_window_wider_than_a_key_tile": ("Mistral", "float32", {"sliding_window": 131}),
+    "mistral_window_of_one": ("Mistral", "float32", {"sliding_window": 1}),
+    "qwen2_window_in_later_layers": ("Qwen2", "float32", WINDOW),
+    "qwen3": ("Qwen3", "float32", {"head_dim": 24}),
+    "qwen3_biases_and_window": ("Qwen3", "float32", {"head_dim": 16, "attention_bias": True, **WINDOW}),
+    "phi3": ("Phi3", "float32", {"pad_token_id": 0, "sliding_window": 50}),
+    "phi3_partial": ("Phi3", "float32", rope(PARTIAL, pad_token_id=0)),
+    "phi3_longrope": ("Phi3", "float32", rope(longrope(8), pad_token_id=0, original_max_position_embeddings=64)),
+    "phi3_longrope_partial": (
+        "Phi3",
+        "float32",
+        rope(
+            {**longrope(6), "partial_rotary_factor": 0.75},
+            pad_token_id=0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "gemma3": ("Gemma3", "float32", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma3_linear_rope": ("Gemma3", "float32", {**GEMMA, "rope_parameters": GEMMA_ROPE, "sliding_window_pattern": 3}),
+    "mixtral": ("Mixtral", "float32", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48}),
+    "qwen3_moe": ("Qwen3Moe", "float32", {**MOE, "mlp_only_layers": [1]}),
+    "qwen3_moe_normalized": ("Qwen3Moe", "float32", {**MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
     "qwen2_tied_bfloat16": ("Qwen2", "bfloat16", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
 }
 
@@ -57,7 +109,8 @@ def write(folder: Path, family: str, dtype: str, overrides: dict[str, object]) -
         "initializer_range": 0.1,
         **overrides,
     }
-    config = getattr(transformers, f"{family}Config")(**values)
+    values["num_hidden_layers"] = len(values.get("layer_types") or range(values["num_hidden_layers"]))  # type: ignore[arg-type]
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**values)
     torch.manual_seed(7)
     model_class = getattr(transformers, f"{family}ForCausalLM")
     model = model_class(config)
@@ -73,11 +126,13 @@ def write(folder: Path, family: str, dtype: str, overrides: dict[str, object]) -
 class Served:
     """Our model with a cache, fed by hand."""
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", max_positions: int = 512) -> None:
         files = open_model(folder)
         config = files.config
         self.kernels = ReferenceKernels("cpu", dtype)
-        self.model: Model = build_model(config, Checkpoint(files), self.kernels, 512, lambda done, total: None)
+        self.model: Model = build_model(
+            config, Checkpoint(files), self.kernels, max_positions, lambda done, total: None
+        )
         layout = KVCacheLayout(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kernels.allocate_kv_cache(layout)
 
@@ -116,7 +171,7 @@ def tokens(length: int, seed: int = 0) -> np.ndarray:
 def test_hidden_states_and_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None:
     family, dtype, overrides = VARIANTS[name]
     oracle = write(tmp_path, family, dtype, overrides)
-    served = Served(tmp_path)
+    served = Served(tmp_path, max_positions=150)
     ids = tokens(150)
     with torch.no_grad():
         expected = oracle(torch.from_numpy(ids)[None], output_hidden_states=True)
@@ -151,6 +206,24 @@ def test_logits_have_the_same_bits_whole_in_chunks_and_one_by_one(name: str, dty
         assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("name", ["mistral_window", "qwen3", "phi3_partial", "gemma3", "mixtral", "qwen3_moe"])
+def test_a_row_has_the_same_bits_in_any_chunk_and_beside_any_others(name: str, tmp_path: Path) -> None:
+    family, _, overrides = VARIANTS[name]
+    write(tmp_path, family, "float32", overrides)
+    served = Served(tmp_path)
+    ids, other = tokens(150, seed=1), tokens(70, seed=2)
+    (whole,) = served.logits([(ids, 0, 150, 0)])
+    (whole_other,) = served.logits([(other, 0, 70, 20)])
+    chunks = [served.logits([(ids, a, min(a + 23, 143), 40)])[0] for a in range(0, 143, 23)]
+    ones = []
+    for a in range(143, 150):
+        # The other's rows go from a few to many, so that this one's lie in tiles and items of every size.
+        one, rest = served.logits([(ids, a, a + 1, 40), (other, 0, 10 * (a - 142), 20)])
+        ones.append(one)
+        assert torch.equal(rest, whole_other[: 10 * (a - 142)])
+    assert torch.equal(torch.cat(chunks + ones), whole)
+
+
 def test_logits_have_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
     write(tmp_path, "Llama", "float32", {})
     prompts = [tokens(n, seed=n) for n in (1, 3, 33, 100)]
@@ -164,7 +237,7 @@ def test_an_unknown_family_and_an_unknown_quantisation_are_refused_by_name(tmp_p
     from tests.tiny_models import tiny_llama
 
     files = open_model(tiny_llama(tmp_path))
-    for change, message in (({"family": "gpt5"}, "known are llama, qwen2"), ({"quantization": "awq"}, "'awq'")):
+    for change, message in (({"family": "gpt5"}, "known are llama, mistral"), ({"quantization": "awq"}, "'awq'")):
         values = {name: getattr(files.config, name) for name in files.config.__struct_fields__} | change
         broken = replace(files, config=type(files.config)(**values))
         with pytest.raises(ConfigError, match=message):

@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 
 from headrace.cli.main import main
 from headrace.cli.startup import base_url, block_lines, example_lines, print_block, up_lines
-from headrace.config.architecture import model_config, needed_tensors
+from headrace.config.architecture import model_config
 from headrace.config.command_line import parse_command_line
 from headrace.config.load import LaunchError, load, settings
+from headrace.config.model_tensors import needed_tensors
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol.ipc import EngineInfo
 from tests.small_models import bundled_gguf

@@ -136,6 +136,12 @@ def test_without_chunked_prefill_a_step_holds_a_whole_prompt():
         plan(enable_chunked_prefill=False, max_num_batched_tokens=1024, max_model_len=4096)
 
 
+def test_layers_with_a_window_that_keep_all_their_tokens_are_told():
+    windowed = msgspec.structs.replace(SMOLLM2, sliding_window=512, sliding_layers=(True, True, False) * 10)
+    assert "20 of 30 layers see 512 tokens only; the KV cache keeps all" in plan(config=windowed).notes[-1]
+    assert not plan(config=windowed, max_model_len=512).notes
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.config.architecture import needed_tensors
 from headrace.config.errors import ConfigError
 from headrace.config.model_files import open_model
+from headrace.config.model_tensors import needed_tensors
 from tests.small_models import bundled_gguf
 
 LLAMA: dict[str, Any] = {
@@ -200,7 +200,7 @@ def test_a_quantised_checkpoint_names_its_method(directory: Callable[..., Path])
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not supported; known are LlamaForCausalLM, Qwen2",
+            "MambaForCausalLM is not supported; known are LlamaForCausalLM, Mistral",
         ),
         ({"architectures": None}, "names no architecture; known architectures are LlamaForCausalLM"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -209,12 +209,16 @@ def test_a_quantised_checkpoint_names_its_method(directory: Callable[..., Path])
         ({"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, not a whole number from 1 to 4,096"),
         ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "type 'yarn' is not supported; known are default, lin"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4}}, "type 'axial' is not supported; known are default, li"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "short_factor is missing, not a list of 8 numbers"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "low_freq_factor is missing"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported yet"),
+        ({"use_sliding_window": True}, "the llama family has no sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type 'sliding_attention'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"layer_types": ["full_attention"]}, "not a list of 2 names"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.2}}, "partial_rotary_factor 0.2"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not supported"),
         ({"torch_dtype": "float8"}, "dtype 'float8' is not supported; known are float32"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"quantization_config": {"bits": 4}}, "no quant_method"),
@@ -418,7 +422,7 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path: Path) -> None:
         ({"metadata": {"split.count": 3}}, "one of 3 parts"),
         ({"metadata": {"llama.expert_count": 8}}, "mixture of 8 experts"),
         ({"metadata": {"llama.attention.value_length": 32}}, "value_length is 32"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}}, "'yarn'"),
+        ({"metadata": {"llama.rope.scaling.type": "axial", "llama.rope.scaling.factor": 4.0}}, "'axial'"),
     ],
 )
 def test_a_gguf_file_that_cannot_work_is_refused_by_name(

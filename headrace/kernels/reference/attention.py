@@ -7,9 +7,12 @@ what must not be seen adds exact zeros. A chunk of positions 5..10 of a sequence
 
     item 0: x x x x x 5 6 7     item 1: 8 9 10 x x x x x     (times the number of KV heads)
 
-Items are sorted by how many key tiles they need, longest first: those still active at tile j are a prefix.
-Short chunks of many sequences share groups, each item gathering its own keys. The items of a long chunk
-read the same keys, so there a group is one head of one sequence and its keys are gathered once.
+Short chunks of many sequences share groups, each item gathering its own keys: sorted by how many key tiles they
+need, longest first, those still active at their tile j are a prefix. The items of a long chunk read the same
+keys, so there a group is one head of one sequence, last position first, and its keys are gathered once; with
+a window the first items are done with the first tiles before they begin:
+
+    window 200, key tiles of 128     item at 512..519: tiles 2 3 4     item at 384..391: tiles 1 2 3
 """
 
 from __future__ import annotations
@@ -31,31 +34,28 @@ MAX_SHARED_TILES = 4
 MAX_GROUP_ITEMS = 192
 
 _offsets = np.arange(KEY_TILE)
-# _HIDDEN[i, slot, offset]: is a key hidden from a query, in the key tile that holds both, i query tiles into it?
-_HIDDEN = (
-    _offsets[None, None, :]
-    > (np.arange(KEY_TILE // QUERY_TILE) * QUERY_TILE)[:, None, None] + np.arange(QUERY_TILE)[None, :, None]
-)
+_slots = np.arange(QUERY_TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """`rows` of the cache to gather, one key tile for each of the first `active` items of a group (or one for
-    all of them); of those, items from `last_from` on have here their last key tile, which needs the mask."""
+    """`rows` of the cache to gather, one key tile for each of the items [start, stop) of a group (or one for all of
+    them); items from `masked_from` on see `hidden` [items, QUERY_TILE, 1, KEY_TILE] of it not."""
 
     rows: Tensor
-    active: int
-    last_from: int
+    start: int
+    stop: int
+    masked_from: int
+    hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Items [start, stop), longest first. `hidden` [items, QUERY_TILE, 1, KEY_TILE] masks their last key tile."""
+    """Items [start, stop)."""
 
     start: int
     stop: int
     key_tiles: tuple[KeyTile, ...]
-    hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,14 @@ class AttentionPlan:
     groups: tuple[Group, ...]
 
 
-def plan_attention(batch: Batch, *, num_kv_heads: int, block_size: int, empty_slot: int, device: str) -> AttentionPlan:
-    """`empty_slot` is a slot of the cache that holds zeros, read for positions past a sequence's end."""
+def plan_attention(
+    batch: Batch, *, num_kv_heads: int, block_size: int, empty_slot: int, device: str, window: int | None = None
+) -> AttentionPlan:
+    """`empty_slot` is a slot of the cache that holds zeros, read for positions past a sequence's end.
+
+    With a `window` a row sees that many positions, its own the last. Key tiles that no row of an item sees are
+    left out, and which these are is told by the item's position alone.
+    """
     query_start = batch.query_start.astype(np.int64)
     num_queries = np.diff(query_start)
     seq_lens = batch.seq_lens.astype(np.int64)
@@ -80,10 +86,13 @@ def plan_attention(batch: Batch, *, num_kv_heads: int, block_size: int, empty_sl
     tile_start = np.concatenate([[0], np.cumsum(num_tiles)])
     tile_seq = np.repeat(np.arange(len(seq_lens)), num_tiles)
     tile_index = np.arange(tile_start[-1]) - tile_start[tile_seq] + first_tile[tile_seq]
+    last_key_tile = tile_index * QUERY_TILE // KEY_TILE
+    lowest_key = tile_index * QUERY_TILE + 1 - (window or 0)
+    first_key_tile = np.zeros_like(last_key_tile) if window is None else np.maximum(lowest_key, 0) // KEY_TILE
 
-    def key_slots(seqs: NDArray[np.int64], key_tile: int) -> NDArray[np.int64]:
+    def key_slots(seqs: NDArray[np.int64], key_tiles: NDArray[np.int64]) -> NDArray[np.int64]:
         """[sequences, KEY_TILE] slots of the cache."""
-        positions = key_tile * KEY_TILE + _offsets[None, :]
+        positions = key_tiles[:, None] * KEY_TILE + _offsets[None, :]
         blocks = np.minimum(positions // block_size, batch.block_tables.shape[1] - 1)
         slots = batch.block_tables[seqs[:, None], blocks].astype(np.int64) * block_size + positions % block_size
         return np.where(positions < seq_lens[seqs][:, None], slots, empty_slot)
@@ -94,7 +103,7 @@ def plan_attention(batch: Batch, *, num_kv_heads: int, block_size: int, empty_sl
     num_items = 0
 
     def add_group(tiles: NDArray[np.int64], head: int | None) -> None:
-        """Tiles, longest first: with every head, each gathering its keys, or with one head and shared keys."""
+        """Tiles with every head, each gathering its keys, or with one head and shared keys."""
         nonlocal num_items
         per_tile = 1 if head is not None else num_kv_heads
         items = num_items + np.arange(len(tiles) * per_tile).reshape(len(tiles), per_tile)
@@ -102,23 +111,37 @@ def plan_attention(batch: Batch, *, num_kv_heads: int, block_size: int, empty_sl
             item_of_tile[tiles] = items
         else:
             item_of_tile[tiles, head] = items[:, 0]
-        last = tile_index[tiles] * QUERY_TILE // KEY_TILE
+        first, last = first_key_tile[tiles], last_key_tile[tiles]
+        # Of shared keys step j is tile j of the sequence, of an item's own keys the item's j-th.
+        steps = np.arange(first.min(), last.max() + 1) if head is not None else np.arange((last - first).max() + 1)
         key_tiles = []
-        for j in range(int(last[0]) + 1):
-            active = int(np.count_nonzero(last >= j))
+        for j in steps.tolist():
+            begin = int(np.count_nonzero(first > j)) if head is not None else 0
+            left = last - j if head is not None else last - first - j
+            end, masked = int(np.count_nonzero(left >= 0)), int(np.count_nonzero(left > 0))
+            if window is not None:
+                masked = begin
             if head is None:
-                rows = key_slots(tile_seq[tiles[:active]], j)[:, None, :] * num_kv_heads + heads[None, :, None]
+                rows = key_slots(tile_seq[tiles[:end]], first[:end] + j)[:, None, :] * num_kv_heads
+                rows = rows + heads[None, :, None]
             else:
-                rows = key_slots(tile_seq[tiles[:1]], j) * num_kv_heads + head
-            gather = torch.from_numpy(rows.reshape(-1)).to(device)
-            key_tiles.append(KeyTile(gather, active * per_tile, int(np.count_nonzero(last > j)) * per_tile))
-        variant = tile_index[tiles] * QUERY_TILE % KEY_TILE // QUERY_TILE
-        hidden = torch.from_numpy(_HIDDEN[np.repeat(variant, per_tile)][:, :, None, :]).to(device)
-        groups.append(Group(num_items, num_items + items.size, tuple(key_tiles), hidden))
+                rows = key_slots(tile_seq[tiles[:1]], np.array([j])) * num_kv_heads + head
+            at = (first[masked:end] + j) if head is None else np.full(end - masked, j)
+            hidden = _hidden(tile_index[tiles[masked:end]] * QUERY_TILE - at * KEY_TILE, window)
+            key_tiles.append(
+                KeyTile(
+                    torch.from_numpy(rows.reshape(-1)).to(device),
+                    begin * per_tile,
+                    end * per_tile,
+                    masked * per_tile,
+                    torch.from_numpy(np.repeat(hidden, per_tile, axis=0)[:, :, None, :]).to(device),
+                )
+            )
+        groups.append(Group(num_items, num_items + items.size, tuple(key_tiles)))
         num_items += items.size
 
     shared = np.flatnonzero((num_tiles <= MAX_SHARED_TILES)[tile_seq])
-    shared = shared[np.argsort(-tile_index[shared], kind="stable")]
+    shared = shared[np.argsort(first_key_tile[shared] - last_key_tile[shared], kind="stable")]
     step = max(1, MAX_GROUP_ITEMS // num_kv_heads)
     for start in range(0, len(shared), step):
         add_group(shared[start : start + step], None)
@@ -133,6 +156,15 @@ def plan_attention(batch: Batch, *, num_kv_heads: int, block_size: int, empty_sl
     row_tile = tile_start[row_seq] + positions // QUERY_TILE - first_tile[row_seq]
     slots = item_of_tile[row_tile] * QUERY_TILE + (positions % QUERY_TILE)[:, None]
     return AttentionPlan(num_items, torch.from_numpy(slots.reshape(-1)).to(device), tuple(groups))
+
+
+def _hidden(distance: NDArray[np.int64], window: int | None) -> NDArray[np.bool_]:
+    """[items, QUERY_TILE, KEY_TILE]: is a key hidden from a query, whose items begin `distance` after the key tile?"""
+    query = distance[:, None, None] + _slots[None, :, None]
+    hidden = _offsets[None, None, :] > query
+    if window is not None:
+        hidden |= _offsets[None, None, :] <= query - window
+    return hidden
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, num_kv_heads: int, scale: float) -> Tensor:
@@ -156,20 +188,21 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, num_
 def _attend_group(queries: Tensor, out: Tensor, keys: Tensor, values: Tensor, group: Group) -> None:
     """Online softmax over the group's key tiles; `out` holds zeros and gets the result."""
     items, item_rows, head_dim = queries.shape
-    maximum = queries.new_full((items, item_rows, 1), -torch.inf)
+    # The lowest number and not -infinity: a row that sees nothing of a tile must add zeros, not 0 * infinity.
+    maximum = queries.new_full((items, item_rows, 1), torch.finfo(torch.float32).min)
     total = queries.new_zeros(items, item_rows, 1)
     for tile in group.key_tiles:
-        n = tile.active
+        active, n = slice(tile.start, tile.stop), tile.stop - tile.start
         k = keys.index_select(0, tile.rows).view(-1, KEY_TILE, head_dim).float().expand(n, -1, -1)
         v = values.index_select(0, tile.rows).view(-1, KEY_TILE, head_dim).float().expand(n, -1, -1)
-        scores = torch.bmm(queries[:n], k.transpose(1, 2))
-        if tile.last_from < n:
+        scores = torch.bmm(queries[active], k.transpose(1, 2))
+        if tile.masked_from < tile.stop:
             by_position = scores.view(n, QUERY_TILE, -1, KEY_TILE)
-            by_position[tile.last_from :].masked_fill_(group.hidden[tile.last_from : n], -torch.inf)
-        new_maximum = torch.maximum(maximum[:n], scores.amax(-1, keepdim=True))
+            by_position[tile.masked_from - tile.start :].masked_fill_(tile.hidden, -torch.inf)
+        new_maximum = torch.maximum(maximum[active], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_maximum).exp_()
-        decay = (maximum[:n] - new_maximum).exp_()
-        maximum[:n] = new_maximum
-        total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        out[:n].mul_(decay).baddbmm_(weights, v)
+        decay = (maximum[active] - new_maximum).exp_()
+        maximum[active] = new_maximum
+        total[active].mul_(decay).add_(weights.sum(-1, keepdim=True))
+        out[active].mul_(decay).baddbmm_(weights, v)
     out.div_(total)

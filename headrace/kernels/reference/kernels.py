@@ -7,8 +7,10 @@ elements of a thread's share take a scalar path), its exp does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,14 +40,16 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """One step's batch on the device. `rotations` keeps each rope table's rows for the step's positions."""
+    """One step's batch on the device. `rotations` keeps each rope table's rows for the step's positions,
+    `plans` what `plan` gave for each window of the model's layers."""
 
     token_ids: Int32
     num_rows: int
     positions: Tensor
     slot_mapping: Tensor
     sample_rows: Tensor
-    attention: AttentionPlan
+    plan: Callable[[int | None], AttentionPlan]
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
     rotations: dict[int, RopeTable] = field(default_factory=dict)
 
 
@@ -95,9 +99,14 @@ class ReferenceKernels:
         self.weight_bytes += weight.num_bytes
         return EmbeddingTable(weight, None)
 
-    def prepare_vector(self, values: NDArray[np.generic]) -> Tensor:
-        """Kept in float32, with the values `dtype` can hold."""
-        vector = torch.from_numpy(values.astype(np.float32)).to(self.device).to(self._dtype).float()
+    def prepare_experts(self, weights: Iterable[Weight]) -> tuple[Matrix, ...]:
+        return tuple(self.prepare_weight(weight) for weight in weights)
+
+    def prepare_vector(self, values: NDArray[np.generic], exact: bool = False) -> Tensor:
+        """Kept in float32, unless `exact` with the values `dtype` can hold."""
+        vector = torch.from_numpy(values.astype(np.float32)).to(self.device)
+        if not exact:
+            vector = vector.to(self._dtype).float()
         self.weight_bytes += vector.numel() * vector.element_size()
         return vector
 
@@ -134,7 +143,8 @@ class ReferenceKernels:
 
     def load_batch(self, batch: Batch) -> LoadedBatch:
         layout = self._cache_layout()
-        attention = plan_attention(
+        plan = partial(
+            plan_attention,
             batch,
             num_kv_heads=layout.num_kv_heads,
             block_size=layout.block_size,
@@ -151,7 +161,7 @@ class ReferenceKernels:
             positions=index(batch.positions),
             slot_mapping=index(batch.slot_mapping),
             sample_rows=index(batch.sample_rows),
-            attention=attention,
+            plan=lambda window: plan(window=window),
         )
 
     def embedding(self, table: EmbeddingTable, batch: LoadedBatch) -> Tensor:
@@ -164,9 +174,9 @@ class ReferenceKernels:
         return multiply(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
+        wide = x.reshape(-1, weight.shape[0]).float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight).to(x.dtype).view(x.shape)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -200,16 +210,51 @@ class ReferenceKernels:
         num_kv_heads: int,
         scale: float,
         batch: LoadedBatch,
+        window: int | None = None,
     ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         width = num_kv_heads * keys.shape[1]
         keys.view(-1, width)[batch.slot_mapping] = k
         values.view(-1, width)[batch.slot_mapping] = v
-        return attend(q, keys, values, batch.attention, num_kv_heads=num_kv_heads, scale=scale)
+        plan = batch.plans.get(window)
+        if plan is None:
+            plan = batch.plans[window] = batch.plan(window)
+        return attend(q, keys, values, plan, num_kv_heads=num_kv_heads, scale=scale)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
         return (gate / torch.exp(-gate).add_(1)).mul_(up).to(x.dtype)
+
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        # tanh(z) = 1 - 2 / (exp(2z) + 1), because torch's own tanh is one of those that depend on the place.
+        inner = (gate + gate * gate * gate * 0.044715).mul_(2 * math.sqrt(2 / math.pi))
+        tanh = 1 - 2 / torch.exp(inner).add_(1)
+        return (gate * 0.5).mul_(tanh.add_(1)).mul_(up).to(x.dtype)
+
+    def experts(
+        self,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        *,
+        top_k: int,
+        normalize: bool,
+    ) -> Tensor:
+        chosen, weights = route(router, top_k, normalize)
+        parts = torch.empty(*chosen.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            inner = self.silu_mul(multiply(x[rows], gate_up[expert], None))
+            parts[rows, places] = multiply(inner, down[expert], None).float() * weights[rows, places, None]
+        total = parts[:, 0]
+        for place in range(1, top_k):
+            total = total + parts[:, place]
+        return total.to(x.dtype)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * torch.tensor(factor, dtype=x.dtype)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -224,6 +269,18 @@ class ReferenceKernels:
         if self._layout is None:
             raise RuntimeError("no KV cache is allocated: call allocate_kv_cache before the first step")
         return self._layout
+
+
+def route(router: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(experts, weights), both [rows, top_k], the heaviest first; of equal ones the first in the list."""
+    scores = router.float()
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    weights.div_(weights.sum(-1, keepdim=True))
+    weights, order = weights.sort(dim=-1, descending=True, stable=True)
+    weights = weights[:, :top_k].contiguous()
+    if normalize:
+        weights.div_(weights.sum(-1, keepdim=True))
+    return order[:, :top_k], weights.to(router.dtype).float()
 
 
 def multiplies_natively(dtype: str) -> bool:
