@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import multiprocessing
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.gateway import key_secrets
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.key_secrets import new_secret
 from headrace.gateway.keys import KeyMistake, KeyRequest, KeyStore
@@ -388,3 +390,10 @@ def test_a_secret_is_in_no_file_and_no_log(tmp_path: Path) -> None:
         middle = secret[10:-4]
         assert middle not in result.stderr
         assert all(middle.encode() not in content for content in files)
+
+
+@pytest.mark.parametrize("length", [1, 32, 64, 65, 200])
+def test_what_is_stored_of_a_secret_is_its_hmac(length: int) -> None:
+    pepper, secret = bytes(range(length)), key_secrets.new_secret()
+    expected = hmac.digest(pepper, secret.encode(), "sha256").hex()
+    assert key_secrets.digest(pepper, secret) == key_secrets.digest(pepper, secret) == expected
