@@ -88,8 +88,14 @@ def _top_level_duplicates(body: bytes, num_distinct: int) -> list[str]:
             depth -= 1
     if len(keys) == num_distinct:
         return []
-    names = [str(msgspec.json.decode(key)) for key in keys]
-    return [name for place, name in enumerate(names) if name in names[:place]]
+    seen: set[str] = set()
+    twice = []
+    for key in keys:
+        name = str(msgspec.json.decode(key))
+        if name in seen:
+            twice.append(name)
+        seen.add(name)
+    return twice
 
 
 def _malformed(body: bytes, problem: str) -> str:

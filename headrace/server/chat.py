@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.protocol import errors, openai_chat
-from headrace.protocol.json import Body
 from headrace.protocol.openai_chat import ChatAnswer, ChatFields
-from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.protocol.sampling import sampling_params, text_rules
 from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate
 from headrace.server.http import Exchange
 from headrace.server.replies import Tally, reply, stream_options
-from headrace.server.requests import log_request, note_unknown_fields
+from headrace.server.requests import log_request, read_request
 from headrace.server.serving import Serving
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.prompt_scores import PromptTokens
 
+MESSAGE_CHARS = 50
+"""A message takes a template as long as so many characters take the tokenizer, even if it is empty."""
+
 
 async def chat_completions(serving: Serving, exchange: Exchange) -> None:
     limits = serving.limits()
-    body = Body(await exchange.body(serving.settings.max_body_bytes))
-    fields, sampling = body.read(ChatFields), body.read(SamplingFields)
-    note_unknown_fields(exchange, body, sampling)
+    fields, sampling = await read_request(serving, exchange, ChatFields)
     serving.names.check(fields.model)
     options = stream_options(sampling, serving.settings.force_include_usage)
     rules = text_rules(sampling)
@@ -112,11 +112,12 @@ async def prompt_of(
             "`continue_final_message` and `add_generation_prompt` exclude each other: either the last message is "
             "continued or a new one begins.",
         )
-    plain = openai_chat.plain_messages(messages, knows_developer="developer" in template.source)
-    num_chars = sum(len(str(message["content"])) for message in plain) + len(str(documents or ""))
+    num_chars = sum(MESSAGE_CHARS + len(str(message.get("content"))) for message in messages)
+    num_chars += len(str(documents or ""))
     tokenizer = serving.tokenizer
 
     def work() -> list[int]:
+        plain = openai_chat.plain_messages(messages, knows_developer="developer" in template.source)
         try:
             text = template.render(
                 plain,

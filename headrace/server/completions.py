@@ -8,24 +8,21 @@ from contextlib import aclosing
 
 from headrace.protocol import errors, openai_completions
 from headrace.protocol.answers import Delta
-from headrace.protocol.json import Body
 from headrace.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionFields, Prompt
-from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.protocol.sampling import sampling_params, text_rules
 from headrace.protocol.token_limits import check_token_ids
 from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate_all
 from headrace.server.http import Exchange
 from headrace.server.replies import Tally, reply, stream_options
-from headrace.server.requests import log_request, note_unknown_fields
+from headrace.server.requests import log_request, read_request
 from headrace.server.serving import Serving
 from headrace.text.prompt_scores import PromptTokens
 
 
 async def completions(serving: Serving, exchange: Exchange) -> None:
     limits = serving.limits()
-    body = Body(await exchange.body(serving.settings.max_body_bytes))
-    fields, sampling = body.read(CompletionFields), body.read(SamplingFields)
-    note_unknown_fields(exchange, body, sampling)
+    fields, sampling = await read_request(serving, exchange, CompletionFields)
     serving.names.check(fields.model)
     options = stream_options(sampling, serving.settings.force_include_usage)
     rules = text_rules(sampling)

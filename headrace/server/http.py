@@ -33,6 +33,9 @@ DISCARD_S = 10.0
 WRITE_STALL_S = 300.0
 """A reader that takes nothing for so long is treated as gone."""
 
+MAX_NAMES = 20
+"""Fields without effect that are named in a header."""
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
@@ -66,10 +69,10 @@ class Exchange:
         self.answer_headers["x-request-id"] = self.request_id
 
     def warn_ignored(self, names: Sequence[str]) -> None:
-        """Tell the client which fields of its body had no effect, if there are any."""
+        """Tell the client which fields of its body had no effect, if there are any; a header has room for some."""
         if not names:
             return
-        printable = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name)[:64] for name in names)
+        printable = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name)[:64] for name in names[:MAX_NAMES])
         self.answer_headers["x-headrace-ignored"] = ",".join(printable)
 
     async def body(self, limit_bytes: int) -> bytes:

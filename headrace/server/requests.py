@@ -1,8 +1,9 @@
-"""What every request for text goes through before it is answered: a word about unknown fields, a log line."""
+"""What every request for text goes through before it is answered: its body read, unknown fields named, a log line."""
 
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 import msgspec
 
@@ -15,25 +16,33 @@ from headrace.server.serving import Serving
 
 logger = logging.getLogger("headrace.server")
 
-MAX_NAMES = 20
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def note_unknown_fields(exchange: Exchange, body: Body, sampling: SamplingFields) -> None:
-    """Raises ApiError (400) for a known field that cannot be honoured; names unknown ones in a header and the log.
+async def read_request(serving: Serving, exchange: Exchange, dialect: type[T]) -> tuple[T, SamplingFields]:
+    """The body's fields: the dialect's own, and those of sampling. A long body is parsed in a thread.
 
-    Call it when every type of the request has been read from `body`.
+    Raises ApiError (400) for a known field that cannot be honoured; names unknown ones in a header and the log.
     """
+    raw = await exchange.body(serving.settings.max_body_bytes)
+
+    def parsed() -> tuple[T, SamplingFields, dict[str, object]]:
+        body = Body(raw)
+        return body.read(dialect), body.read(SamplingFields), body.others()
+
+    fields, sampling, others = await serving.aside(len(raw), parsed)
     if sampling.request_id and "x-request-id" not in exchange.headers:
         exchange.name(sampling.request_id)
-    unknown = unknown_fields(body.others())
+    unknown = unknown_fields(others)
     if unknown:
-        exchange.warn_ignored(unknown[:MAX_NAMES])
+        exchange.warn_ignored(unknown)
         logger.warning(
             "Request %s to %s has unknown fields, which have no effect: %s",
             exchange.request_id,
             exchange.path,
             exchange.answer_headers["x-headrace-ignored"],
         )
+    return fields, sampling
 
 
 def log_request(

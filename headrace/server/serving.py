@@ -28,7 +28,7 @@ from headrace.server.generation import Engine
 from headrace.server.metrics import EngineMetrics
 from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
 logger = logging.getLogger("headrace.server")
 
@@ -37,8 +37,6 @@ T = TypeVar("T")
 NUM_TEMPLATES = 16
 """Chat templates of requests that are kept compiled."""
 MAX_TEMPLATE_CHARS = 65_536
-LONG_TEXT_CHARS = 20_000
-"""Longer texts are tokenized in a thread; shorter ones take less time than the hand-over."""
 
 
 class Client(Engine, Protocol):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import msgspec
+
 from headrace.protocol import errors
 from headrace.protocol.json import Body
 from headrace.protocol.openai_chat import template_variables
@@ -11,12 +15,12 @@ from headrace.server.chat import prompt_of
 from headrace.server.http import Exchange
 from headrace.server.serving import Serving
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 
 async def tokenize(serving: Serving, exchange: Exchange) -> None:
     max_model_len = serving.limits().max_model_len
-    body = Body(await exchange.body(serving.settings.max_body_bytes))
-    fields = body.read(TokenizeFields)
-    exchange.warn_ignored(list(body.others()))
+    fields = await _read(serving, exchange, TokenizeFields)
     serving.names.check(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise errors.missing_field("prompt", "send either `prompt` (a text) or `messages`, and not both.")
@@ -31,17 +35,30 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
         )
     else:
         token_ids = await serving.encode(fields.prompt or "", fields.add_special_tokens is not False)
-    names = [serving.tokenizer.token_text(token_id) for token_id in token_ids] if fields.return_token_strs else None
+    names: list[str] | None = None
+    if fields.return_token_strs:
+        token_text = serving.tokenizer.token_text
+        names = await serving.aside(len(token_ids), lambda: [token_text(token_id) for token_id in token_ids])
     await exchange.answer_json(tokenized(token_ids, max_model_len, names))
 
 
 async def detokenize(serving: Serving, exchange: Exchange) -> None:
-    body = Body(await exchange.body(serving.settings.max_body_bytes))
-    fields = body.read(DetokenizeFields)
-    exchange.warn_ignored(list(body.others()))
+    fields = await _read(serving, exchange, DetokenizeFields)
     serving.names.check(fields.model)
     check_token_ids("tokens", fields.tokens, serving.tokenizer.vocab_size)
     text = await serving.aside(
         len(fields.tokens), lambda: serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
     )
     await exchange.answer_json(detokenized(text))
+
+
+async def _read(serving: Serving, exchange: Exchange, fields: type[T]) -> T:
+    raw = await exchange.body(serving.settings.max_body_bytes)
+
+    def parsed() -> tuple[T, list[str]]:
+        body = Body(raw)
+        return body.read(fields), list(body.others())
+
+    read, unknown = await serving.aside(len(raw), parsed)
+    exchange.warn_ignored(unknown)
+    return read

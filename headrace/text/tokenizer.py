@@ -22,6 +22,10 @@ from headrace.config.gguf_model import end_token_ids
 from headrace.config.model_files import ModelFiles, read_json_object
 from headrace.text.gguf_vocabulary import backend_from_gguf
 
+LONG_TEXT_CHARS = 20_000
+"""Longer texts take so long that they belong into a thread, and let the others run; shorter ones are done sooner than
+handed over."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -105,7 +109,7 @@ class Tokenizer:
         Raises ValueError for text that is not valid Unicode (a lone surrogate).
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self._encoding(text, add_special_tokens).ids
         except (UnicodeError, TypeError):
             bad = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if bad is None:
@@ -118,6 +122,12 @@ class Tokenizer:
         if add_special_tokens and self.adds_bos != self._backend_adds_bos:
             return [self.bos_token_id, *ids] if self.bos_token_id is not None and self.adds_bos else ids[1:]
         return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        """Of the library's calls only the one for batches lets other threads run meanwhile."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template, which has written its special tokens itself.

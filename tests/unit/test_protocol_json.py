@@ -84,6 +84,11 @@ def test_a_key_sent_twice_is_refused_and_named() -> None:
     assert (error.code, error.param) == ("duplicate_key", "count")
 
 
+def test_one_key_twice_among_very_many_is_found() -> None:
+    many = b"".join(b'"k%d": 1, ' % number for number in range(200_000))
+    assert refusal(b"{" + many + b'"count": 1, "k199999": 2}').param == "k199999"
+
+
 def test_the_same_key_inside_nested_objects_and_strings_is_no_duplicate() -> None:
     body = Body(b'{"count": 1, "other": {"count": 2, "count": 3}, "words": "\\"count\\": [{", "list": [{"count": 4}]}')
     assert body.read(Sample).count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import json.decoder
@@ -19,7 +20,7 @@ from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader
 from headrace.config.model_files import ModelFiles, open_model
 from headrace.text.detokenizer import Detokenizer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from tests.small_models import bundled_gguf, write_byte_tokenizer
 
 
@@ -106,6 +107,27 @@ def test_a_lone_surrogate_is_refused_with_its_place(tokenizer: Tokenizer, text: 
 
 
 # tokenizer.json
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_a_lone_surrogate_in_it_is_found(tokenizer: Tokenizer) -> None:
+    line = " What turns a water wheel?"
+    lines = 2 + LONG_TEXT_CHARS // len(line)
+    assert tokenizer.encode(line * lines, False) == tokenizer.encode(line, False) * lines
+    with pytest.raises(ValueError, match=f"U\\+D83D at character {lines * len(line)}"):
+        tokenizer.encode(line * lines + "\ud83d", False)
+
+
+def test_the_server_goes_on_while_a_long_text_is_tokenized_in_a_thread(tokenizer: Tokenizer) -> None:
+    async def turns_of_the_loop() -> int:
+        turns = 0
+        work = asyncio.create_task(asyncio.to_thread(tokenizer.encode, "ab " * 400_000, False))
+        while not work.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert len(work.result()) > 400_000
+        return turns
+
+    assert asyncio.run(turns_of_the_loop()) > 20
 
 
 def llama2_like(path: Path, *, post_processor: bool = True) -> None:
