@@ -52,7 +52,7 @@ run: $(VENV)/.setup-stamp
 	@exec $(BIN)/headrace up $(ARGS)
 
 test: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest tests/unit tests/kernels tests/parity tests/api tests/faults $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/kernels tests/parity tests/api tests/gateway tests/faults $(ARGS)
 
 test-services: $(VENV)/.dev-stamp
 	@for program in node npm; do command -v $$program >/dev/null || { echo "tests/services needs $$program (Debian, Ubuntu: apt-get install nodejs npm)" >&2; exit 2; }; done

@@ -82,7 +82,7 @@ def timed_out(upstream: Upstream, limit: str, seconds: float) -> UpstreamFailure
     }[limit]
     message = (
         f"The upstream {upstream.name} {what} within {seconds:g} s. "
-        f"This limit is `timeouts.{limit}_s` of the upstream {upstream.name}."
+        f"This limit is `timeouts.{limit}` of the upstream {upstream.name}."
     )
     return UpstreamFailure(_upstream_error(504, f"upstream_timeout_{limit}", message))
 
