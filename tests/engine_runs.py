@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.core import EngineCore
-from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput
+from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 
 @dataclass
@@ -15,6 +15,8 @@ class Sequence:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def request(request_id: str, token_ids: list[int], **params: object) -> AddRequest:
@@ -28,6 +30,8 @@ def collect(outputs: Iterable[SequenceOutput], into: dict[tuple[str, int], Seque
         sequence.token_ids += output.token_ids
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, output.num_cached_tokens)
         sequence.num_preemptions = max(sequence.num_preemptions, output.num_preemptions)
+        sequence.logprobs += output.logprobs or ()
+        sequence.prompt_logprobs += output.prompt_logprobs or ()
         sequence.finish_reason = output.finish_reason
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from headrace.engine.plan import Plan, Sampled, StepResult
+from headrace.engine.plan import Plan, Sampled, Scored, StepResult
 from headrace.engine.scheduler import Scheduler
-from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput
+from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 NUM_TOKENS = 50
 """Sampled tokens lie in [0, NUM_TOKENS)."""
@@ -96,8 +96,12 @@ class PagedOracle:
                 assert slot not in written, "two sequences write one slot"
                 written.add(slot)
                 self.slots[slot] = row.prefixes[position + 1]
-        sampled = []
+        sampled, scored = [], []
         for step in plan.steps:
+            if step.num_scored:
+                assert step.num_scored <= step.num_tokens
+                tokens = self.rows[step.seq_id].token_ids[step.start + 1 : step.start + 1 + step.num_scored]
+                scored.append(Scored(step.seq_id, tuple(TokenLogprobs(t, -float(t), 1, [], []) for t in tokens)))
             row, end = self.rows[step.seq_id], step.start + step.num_tokens
             read = [self.slots[row.block_table[p // size] * size + p % size] for p in range(end)]
             assert read == row.prefixes[1 : end + 1], f"sequence {step.seq_id} reads what others wrote"
@@ -105,7 +109,7 @@ class PagedOracle:
                 token_id = next_token(row.prefixes[-1], row.params.seed, row.index)
                 row.append(token_id)
                 sampled.append(Sampled(step.seq_id, (token_id,)))
-        return StepResult(plan.step, seconds, tuple(sampled))
+        return StepResult(plan.step, seconds, tuple(sampled), tuple(scored))
 
 
 class Engine:

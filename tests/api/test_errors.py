@@ -291,7 +291,6 @@ async def test_messages_that_cannot_be_used_are_refused_by_place(messages: objec
         ("logprob_token_ids", [1]),
         ("documents", [{"text": "x"}]),
         ("truncate_prompt_tokens", 0),
-        ("repetition_detection", {"max_pattern_size": 5}),
         ("prompt_logprobs", 21),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
