@@ -206,3 +206,46 @@ def test_logits_that_are_not_numbers_name_their_rows(temperature: float, poison:
     with pytest.raises(InvalidLogits) as caught:
         sample(values, rows)
     assert caught.value.rows == (1, 3)
+
+
+def test_only_allowed_tokens_are_taken_and_a_row_that_lists_none_may_take_all() -> None:
+    values = logits(3)
+    best = values.argmax(1)
+    result = sample(values, greedy(3, allowed=lists({5: 1, 900: 1}, {}, {int(best[2]): 1, 1: 1})))
+    assert result.token_ids.tolist() == [5 if values[0, 5] > values[0, 900] else 900, best[1], best[2]]
+    forbidden = greedy(1, allowed=lists({5: 1, 900: 1}), forbidden=lists({900: 1}))
+    assert sample(values[:1], forbidden).token_ids.tolist() == [5]
+
+
+def test_a_draw_stays_within_the_allowed_tokens() -> None:
+    values = np.repeat(logits(1), 200, axis=0)
+    rows = SamplingRows(
+        temperature=np.full(200, 2.0, np.float32),
+        uniforms=np.linspace(0, 0.999, 200, dtype=np.float32),
+        allowed=lists(*([{7: 1, 70: 1, 700: 1}] * 200)),
+    )
+    assert set(sample(values, rows).token_ids.tolist()) == {7, 70, 700}
+
+
+def test_a_given_token_is_scored_and_nothing_is_chosen() -> None:
+    values = logits(70)
+    given = np.array([-1, *range(69)], np.int32)
+    result = sample(values, greedy(70, given=given, num_logprobs=2))
+    assert result.token_ids.tolist() == [values[0].argmax(), *range(69)]
+    expected = torch.log_softmax(torch.from_numpy(values).double(), 1)
+    assert result.logprobs is not None and result.ranks is not None
+    np.testing.assert_allclose(result.logprobs[1:], [expected[i + 1, i] for i in range(69)], rtol=1e-5)
+    assert result.ranks[3] == (values[3] > values[3, 2]).sum() + 1
+    alone = sample(values[40:41], greedy(1, given=given[40:41], num_logprobs=2))
+    assert alone.logprobs is not None and alone.logprobs[0] == result.logprobs[40], (
+        "alone and among others, bit for bit"
+    )
+
+
+def test_listed_tokens_are_scored_whatever_their_rank() -> None:
+    values = logits(3)
+    result = sample(values, greedy(3, num_logprobs=0, scored=lists({9: 1, 3: 1}, {}, {1999: 1})))
+    expected = torch.log_softmax(torch.from_numpy(values).double(), 1)
+    assert result.scored_logprobs is not None
+    wanted = [expected[0, 9], expected[0, 3], expected[2, 1999]]
+    np.testing.assert_allclose(result.scored_logprobs, wanted, rtol=1e-5)
