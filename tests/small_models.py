@@ -43,17 +43,27 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3"]
+_CLASSES: dict[Family, tuple[str, str]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+
+
 def write_random_model(
-    folder: Path, family: Literal["llama", "qwen2"], *, seed: int = 0, dtype: str = "float32", **overrides: object
+    folder: Path, family: Family, *, seed: int = 0, dtype: str = "float32", **overrides: object
 ) -> Path:
     """Two layers of random weights with config and tokenizer; `overrides` are keys of config.json."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[family]
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     values = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
