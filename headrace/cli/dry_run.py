@@ -60,6 +60,17 @@ def predicted_info(launch: Launch) -> EngineInfo:
     )
 
 
+def text_notices(launch: Launch) -> list[str]:
+    """What the server would say of tokenizer and template. Raises ConfigError when it could not serve with them."""
+    from headrace.protocol.generation_defaults import sampling_defaults
+    from headrace.server.model_text import model_text
+
+    server = launch.server
+    sampling_defaults(launch.files.generation_config, server.generation_config, server.override_generation_config)
+    problem = model_text(launch.engine, server, launch.files).problem
+    return [] if problem is None else [problem]
+
+
 def predicted_weight_bytes(files: ModelFiles, kernels: Kernels) -> int:
     """Memory of the weights once the reference kernels have them: dense matrices in the type they multiply in.
 

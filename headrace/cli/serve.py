@@ -62,14 +62,22 @@ def _refuse(command: Command, errors: Sequence[str], notices: Sequence[str], *, 
 def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
     import msgspec
 
-    from headrace.cli.dry_run import predicted_info, shown_settings
+    from headrace.cli.dry_run import predicted_info, shown_settings, text_notices
     from headrace.cli.startup import access_lines, base_url, block_lines, print_block, print_lines
     from headrace.config.errors import ConfigError
 
+    notices = list(launch.notices)
+    errors = []
+    try:
+        notices += text_notices(launch)
+    except ConfigError as error:
+        errors.append(str(error))
     try:
         info = predicted_info(launch)
     except ConfigError as error:
-        return _refuse(command, [str(error)], launch.notices, as_json=as_json)
+        errors.append(str(error))
+    if errors:
+        return _refuse(command, errors, notices, as_json=as_json)
     engine, server = shown_settings(launch)
     if as_json:
         startup = {
@@ -79,10 +87,10 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
             "base_url": base_url(launch.server),
             "lines": block_lines(info, launch.engine),
         }
-        answer = {"ok": True, "errors": [], "notices": list(launch.notices)}
+        answer = {"ok": True, "errors": [], "notices": notices}
         print(json.dumps({**answer, "startup": startup, "engine": engine, "server": server}, indent=2))
         return 0
-    print_lines([f"Note: {notice}" for notice in launch.notices])
+    print_lines([f"Note: {notice}" for notice in notices])
     print_block(info, launch.engine)
     print_lines(access_lines(launch.server, base_url(launch.server)))
     print_lines(["", "Effective settings:"])

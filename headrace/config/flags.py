@@ -95,7 +95,7 @@ class Flag:
             if meant.lower() == choice.lower():
                 return choice
         near = closest(value, [*self.choices, *dict(self.same)])
-        raise ValueError(f"choose one of {', '.join(self.choices)}" + (f"; did you mean {near}?" if near else ""))
+        raise ValueError(f"choose one of {', '.join(self.choices)}" + (f" (did you mean {near}?)" if near else ""))
 
     def _check_bounds(self, value: float) -> None:
         low, high = self.minimum, self.maximum

@@ -6,6 +6,7 @@ person sees all mistakes at once. `MODEL_RULES` run once the model's files have 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def _advice(message: str) -> Finding:
 def _utilization_in_range(setup: Setup) -> Finding | None:
     share = setup.engine.gpu_memory_utilization
     if not 0 < share <= 1:
-        meant = f" Did you mean {share / 100:g}?" if 1 < share <= 100 else ""
+        meant = f" Did you mean {share / 100:g}?" if 2 <= share <= 100 else ""
         return _error(
             f"--gpu-memory-utilization {share:g} is a share of the memory: more than 0, at most 1; 0.9 is usual.{meant}"
         )
@@ -191,6 +192,20 @@ def _key_and_certificate_together(setup: Setup) -> Finding | None:
     for flag, file in (("--ssl-keyfile", server.ssl_keyfile), ("--ssl-certfile", server.ssl_certfile)):
         if not Path(file).is_file():
             return _error(f"{flag} {file}: there is no such file.")
+    return _certificate_loads(server.ssl_certfile, server.ssl_keyfile)
+
+
+def _certificate_loads(certificate: str, key: str) -> Finding | None:
+    def ask_nobody() -> str:
+        raise ValueError("the key is locked with a passphrase; `openssl pkey -in FILE -out NEW` unlocks a copy")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=ask_nobody)
+    except ssl.SSLError as error:
+        reason = (error.reason or "not readable as PEM").lower().replace("_", " ")
+        return _error(f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot serve https: {reason}.")
+    except (OSError, ValueError) as error:
+        return _error(f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot serve https: {error}.")
     return None
 
 

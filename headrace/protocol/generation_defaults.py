@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.config.errors import ConfigError
+from headrace.protocol.sampling import RANGES
 
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -17,7 +18,7 @@ def default_sampling(
     """The values for fields a request leaves out: the model author's unless `mode` is "none", then `override`.
 
     Names are generation_config.json's; `max_new_tokens` limits answers whose request names no limit. Raises
-    ValueError naming an override that has no meaning here.
+    ValueError naming an override that has no meaning here, or a value that no request could send.
     """
     unknown = [name for name in override if name not in _DEFAULTABLE]
     if unknown:
@@ -31,6 +32,8 @@ def default_sampling(
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"the generation config's `{name}` must be a number, but it is {value!r}.")
+        if not RANGES[name].holds(value):
+            raise ValueError(f"the generation config's `{name}` must be {RANGES[name].words}, but it is {value!r}.")
         defaults[name] = value
     return defaults
 

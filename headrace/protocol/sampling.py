@@ -33,6 +33,30 @@ MAX_STOP_CHARS = 4096
 SEED_MASK = 2**63 - 1
 
 
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a field may be; `words` end "must be ..."."""
+
+    allowed: Callable[[float], bool]
+    words: str
+
+    def holds(self, value: float) -> bool:
+        return abs(value) < LARGEST and self.allowed(value)
+
+
+RANGES: Mapping[str, Range] = {
+    "temperature": Range(lambda v: 0 <= v <= 100, "between 0 and 100"),
+    "top_p": Range(lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "top_k": Range(lambda v: v >= -1, "-1 or 0 (off), or the number of tokens to choose from"),
+    "min_p": Range(lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "repetition_penalty": Range(lambda v: 0 < v <= 100, "more than 0 and at most 100 (1 is off)"),
+    "presence_penalty": Range(lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "frequency_penalty": Range(lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "max_new_tokens": Range(lambda v: v >= 1, "1 or more"),
+}
+"""Of the fields that are numbers, and of generation_config.json's name for the longest answer."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -157,20 +181,20 @@ def sampling_params(
     `bad_words` are the field's, as tokens. With `best_of` the engine's `n` is that many.
     """
 
-    def number(name: str, neutral: float, allowed: Callable[[float], bool], words: str) -> float:
+    def number(name: str, neutral: float) -> float:
         sent = getattr(fields, name)
         value = sent if sent is not None else defaults.get(name, neutral)
-        if not (abs(value) < LARGEST and allowed(value)):
-            raise errors.out_of_range(name, value, words)
+        if not RANGES[name].holds(value):
+            raise errors.out_of_range(name, value, RANGES[name].words)
         return float(value)
 
-    temperature = number("temperature", 1.0, lambda v: 0 <= v <= 100, "between 0 and 100")
-    top_p = number("top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-    top_k = int(number("top_k", 0, lambda v: v >= -1, "-1 or 0 (off), or the number of tokens to choose from"))
-    min_p = number("min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-    repetition = number("repetition_penalty", 1.0, lambda v: 0 < v <= 100, "more than 0 and at most 100 (1 is off)")
-    presence = number("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
-    frequency = number("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
+    temperature = number("temperature", 1.0)
+    top_p = number("top_p", 1.0)
+    top_k = int(number("top_k", 0))
+    min_p = number("min_p", 0.0)
+    repetition = number("repetition_penalty", 1.0)
+    presence = number("presence_penalty", 0.0)
+    frequency = number("frequency_penalty", 0.0)
     n = num_generated(fields)
     if top_p == 0:
         top_p, top_k = 1.0, 1

@@ -44,6 +44,8 @@ class Unbuilt:
 
 _PLAIN = Unbuilt()
 _STRUCTURED = Unbuilt(advice="Structured output is a feature to come.")
+_SCHEMA = Unbuilt(_only(), _STRUCTURED.advice)
+"""The schema {} allows every JSON value, and asks for JSON."""
 _TOOLS = Unbuilt(advice="Tool calling is a feature to come.")
 _ZERO = Unbuilt(_one_of(0))
 _WITHOUT_EFFECT_ALONE = Unbuilt(_anything)
@@ -58,7 +60,7 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "parallel_tool_calls": _WITHOUT_EFFECT_ALONE,
     "response_format": Unbuilt(_one_of({"type": "text"}), _STRUCTURED.advice),
     "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
+    "guided_json": _SCHEMA,
     "guided_regex": _STRUCTURED,
     "guided_choice": _STRUCTURED,
     "guided_grammar": _STRUCTURED,
@@ -68,7 +70,7 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "regex": _STRUCTURED,
     "ebnf": _STRUCTURED,
     "grammar": _STRUCTURED,
-    "json_schema": _STRUCTURED,
+    "json_schema": _SCHEMA,
     # Sampling.
     "use_beam_search": Unbuilt(advice="Draw several answers with `n` or `best_of` and a `temperature`, or take 0."),
     "length_penalty": Unbuilt(_one_of(1), "It belongs to beam search."),
@@ -104,7 +106,7 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "modalities": Unbuilt(_one_of(["text"])),
     "audio": _PLAIN,
     "prediction": _PLAIN,
-    "web_search_options": _PLAIN,
+    "web_search_options": Unbuilt(_only()),
     "verbosity": Unbuilt(_one_of("medium")),
     "service_tier": Unbuilt(_one_of("auto", "default")),
     # Control.

@@ -177,6 +177,9 @@ async def _serve(
             await asyncio.wait({ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
         else:
             ready.cancel()
+        if tasks[0].done():
+            print(f"headrace: the HTTP server ended by itself: {tasks[0].exception()}", file=sys.stderr, flush=True)
+            status = 1
     except (ConfigError, StartupError) as error:
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         status = 1
@@ -193,28 +196,18 @@ def build_app(
     # Imported here: the core process, which takes longest, is under way before any of this is read.
     from headrace.config.model_files import open_model
     from headrace.server.app import create_app
-    from headrace.text.chat_template import ChatTemplate
-    from headrace.text.tokenizer import Tokenizer
+    from headrace.server.model_text import model_text
 
     files = open_model(Path(engine_settings.model), engine_settings.hf_overrides)
-    override = Path(engine_settings.tokenizer) if engine_settings.tokenizer is not None else None
-    tokenizer = Tokenizer.load(files, override)
-    source = server_settings.chat_template or files.chat_template
-    template: ChatTemplate | None = None
-    if source is not None:
-        tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-        try:
-            template = ChatTemplate(source, {name: token for name, token in tokens.items() if token is not None})
-        except ValueError as error:
-            if server_settings.chat_template is not None:
-                raise ConfigError(f"--chat-template: {error}.") from error
-            logger.warning("The model's own template is left out: %s. Give one with --chat-template.", error)
+    text = model_text(engine_settings, server_settings, files)
+    if text.problem is not None:
+        logger.warning("%s", text.problem)
     return create_app(
         server_settings,
         engine_settings,
         client,
-        tokenizer,
-        template,
+        text.tokenizer,
+        text.template,
         generation_config=files.generation_config,
         metrics=metrics,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import random
 import time
 import uuid
@@ -55,12 +56,13 @@ class Client(Engine, Protocol):
 
 
 class ModelNames:
-    """The names that mean the served model: the served ones, the path it was loaded from, and its last part."""
+    """The names that mean the served model: the served ones, its path as given and in full, the path's last part."""
 
-    def __init__(self, served: tuple[str, ...], path: str) -> None:
+    def __init__(self, served: tuple[str, ...], given_path: str, full_path: str) -> None:
         self.served = served
-        last = PurePath(path).name
-        accepted = (*served, path, last, last.removesuffix(".gguf"))
+        full_path = os.path.normpath(full_path)
+        last = [PurePath(path).name for path in (given_path, full_path)]
+        accepted = (*served, given_path, full_path, *last, *(name.removesuffix(".gguf") for name in last))
         self._accepted = frozenset(name.strip("/") for name in accepted) - {""}
 
     @property
@@ -91,7 +93,7 @@ class Serving:
         self.chat_template = chat_template
         self.sampling_defaults = sampling_defaults
         self.metrics = metrics
-        self.names = ModelNames(server_settings.served_model_names, server_settings.model_path)
+        self.names = ModelNames(server_settings.served_model_names, server_settings.model_path, engine_settings.model)
         self.started_at = int(time.time())
         self.num_generating = 0
         """Requests for text that are being answered now."""

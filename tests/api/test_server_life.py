@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -150,3 +152,29 @@ def test_a_start_that_cannot_work_exits_1_with_one_line_of_advice(model, tmp_pat
     (line,) = [line for line in server.log().splitlines() if line.startswith("headrace: ")]
     assert "To serve at least one request" in line and "--kv-cache-memory-bytes" in line
     assert "Traceback" not in server.log()
+
+
+def test_it_serves_https_by_itself(model, tmp_path):
+    tls = Path(__file__).parents[1] / "data" / "tls"
+    flags = [*KV_CACHE, "--ssl-certfile", str(tls / "certificate.pem"), "--ssl-keyfile", str(tls / "key.pem")]
+    server = Running(model, tmp_path / "log", flags=flags)
+    trusted = ssl.create_default_context(cafile=tls / "certificate.pem")
+    url = f"https://127.0.0.1:{server.port}"
+    deadline = time.monotonic() + 60
+    while f"Uvicorn running on {url}" not in server.log():
+        assert time.monotonic() < deadline and server.process.poll() is None, server.log()
+        time.sleep(0.05)
+    with urllib.request.urlopen(url + "/health", timeout=5, context=trusted) as answer:
+        assert answer.status == 200
+    assert server.end(signal.SIGINT, within_s=2.0) == 0
+    assert "Traceback" not in server.log()
+
+
+def test_a_model_given_by_a_relative_path_answers_to_the_full_one(model, tmp_path):
+    server = Running(Path(os.path.relpath(model)), tmp_path / "log")
+    server.wait_until(200)
+    for name in ("tiny", os.path.relpath(model), str(model), model.name):
+        body = json.dumps({"model": name, "prompt": "water", "max_tokens": 1}).encode()
+        with urllib.request.urlopen(server.url + "/v1/completions", body, timeout=20) as answer:
+            assert answer.status == 200
+    assert server.end(signal.SIGTERM, within_s=5) == 0

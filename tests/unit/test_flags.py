@@ -161,7 +161,7 @@ BAD_VALUES = {
     "--port abc": "--port abc: not a whole number.",
     "--port 70000": "--port 70000: must be between 0 and 65535.",
     "--max-num-seqs 0": "--max-num-seqs 0: must be 1 or more.",
-    "--dtype flaot16": "choose one of auto, float32, float16, bfloat16; did you mean float16?",
+    "--dtype flaot16": "choose one of auto, float32, float16, bfloat16 (did you mean float16?)",
     "--max-model-len 8q": "not a size; write 8192, 8k (8,000) or 8K (8,192).",
     "--max-model-len 0": "must be 1 or more",
     "--max-model-len 1e999999999": "larger than any machine holds",

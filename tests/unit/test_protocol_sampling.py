@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import SamplingParams
 from headrace.protocol.generation_defaults import default_sampling
+from headrace.protocol.ipc import SamplingParams
 from headrace.protocol.sampling import (
     ModelLimits,
     SamplingFields,
@@ -160,6 +160,23 @@ def test_defaults_come_from_the_model_then_the_override() -> None:
     assert default_sampling(own, "none", {"top_k": 5}) == {"top_k": 5}
 
 
+@pytest.mark.parametrize(
+    ("default", "said"),
+    [
+        ({"temperature": 900}, "between 0 and 100, but it is 900"),
+        ({"top_p": -0.1}, "between 0 and 1"),
+        ({"top_k": -5}, "-1 or 0"),
+        ({"repetition_penalty": 0}, "more than 0"),
+        ({"max_new_tokens": 0}, "1 or more"),
+        ({"min_p": float("nan")}, "between 0 and 1"),
+    ],
+)
+def test_a_default_that_no_request_could_send_is_refused(default: dict[str, object], said: str) -> None:
+    for own, override in ((default, {}), ({}, default)):
+        with pytest.raises(ValueError, match=said):
+            default_sampling(own, "auto", override)
+
+
 def test_an_override_without_meaning_is_refused() -> None:
     with pytest.raises(ValueError, match="num_beams"):
         default_sampling({}, "auto", {"num_beams": 4})
@@ -195,6 +212,9 @@ def test_fields_that_ask_for_nothing_pass(harmless: dict[str, object]) -> None:
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {"type": "object"}),
+        ("guided_json", {}),
+        ("json_schema", {}),
+        ("web_search_options", {}),
         ("guided_choice", ["a"]),
         ("structured_outputs", {"regex": "a"}),
         ("use_beam_search", True),

@@ -11,6 +11,8 @@ from headrace.config.load import settings
 from headrace.config.model import ModelConfig
 from headrace.config.rules import Finding, ModelFacts, Setup, findings, model_findings
 
+TLS = Path(__file__).parents[1] / "data" / "tls"
+
 
 def setup(*words: str) -> Setup:
     given = parse_command_line(words)
@@ -52,7 +54,7 @@ def test_the_defaults_break_no_rule() -> None:
     ("words", "said"),
     [
         ("--gpu-memory-utilization 0", "more than 0, at most 1"),
-        ("--gpu-memory-utilization 1.2", "Did you mean 0.012?"),
+        ("--gpu-memory-utilization 1.2", "0.9 is usual."),
         ("--gpu-memory-utilization 90", "Did you mean 0.9?"),
         ("--gpu-memory-utilization -0.5", "more than 0, at most 1"),
         (
@@ -130,10 +132,20 @@ def test_several_mistakes_are_all_found() -> None:
     assert len(errors(findings(setup(*words.split())))) == 4
 
 
-def test_a_key_file_and_a_certificate_that_exist_are_fine(tmp_path: Path) -> None:
-    for name in ("k", "c"):
-        (tmp_path / name).write_text("x")
-    assert findings(setup("--ssl-keyfile", str(tmp_path / "k"), "--ssl-certfile", str(tmp_path / "c"))) == []
+@pytest.mark.parametrize(
+    ("certificate", "key", "said"),
+    [
+        ("certificate.pem", "key.pem", None),
+        ("certificate.pem", "other_key.pem", "key values mismatch"),
+        ("certificate.pem", "locked_key.pem", "the key is locked with a passphrase"),
+        ("certificate.pem", "certificate.pem", "cannot serve https"),
+        ("key.pem", "key.pem", "cannot serve https"),
+        ("../../unit/test_rules.py", "key.pem", "cannot serve https"),
+    ],
+)
+def test_a_certificate_and_a_key_must_belong_together(certificate: str, key: str, said: str | None) -> None:
+    found = errors(findings(setup("--ssl-certfile", str(TLS / certificate), "--ssl-keyfile", str(TLS / key))))
+    assert [said in message for message in found] if said else found == []
 
 
 def test_a_length_beyond_the_model_is_an_error_with_the_number_to_use() -> None:

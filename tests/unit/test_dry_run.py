@@ -1,0 +1,68 @@
+"""A dry run looks at everything that a start would stumble over: the tokenizer, the template, the defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from tests.tiny_models import tiny_llama
+
+Capture = pytest.CaptureFixture[str]
+
+
+def dry_run(model: Path, *words: str) -> int:
+    return main(["serve", str(model), "--dry-run", "--kv-cache-memory-bytes", "8M", "--device", "cpu", *words])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json that can be read"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"temperature": -1}'),
+            "must be between 0 and 100",
+        ),
+    ],
+)
+def test_files_that_a_start_would_refuse_are_refused(
+    tmp_path: Path, capsys: Capture, spoil: Callable[[Path], object], said: str
+) -> None:
+    model = tiny_llama(tmp_path)
+    assert dry_run(model) == 0
+    spoil(model)
+    assert dry_run(model) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--chat-template", "{% for"), "--chat-template: the chat template does not parse"),
+        (("--override-generation-config", '{"temprature": 1}'), "does not know `temprature`"),
+        (("--override-generation-config", '{"temperature": 900}'), "must be between 0 and 100"),
+    ],
+)
+def test_flags_that_a_start_would_refuse_are_refused(
+    tmp_path: Path, capsys: Capture, words: tuple[str, ...], said: str
+) -> None:
+    assert dry_run(tiny_llama(tmp_path), *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_text_and_one_in_the_memory_are_both_named(tmp_path: Path, capsys: Capture) -> None:
+    words = ("--chat-template", "{% for", "--kv-cache-memory-bytes", "100T")
+    assert dry_run(tiny_llama(tmp_path), *words) == 2
+    shown = capsys.readouterr().err
+    assert "does not parse" in shown and "Use --kv-cache-memory-bytes" in shown
+
+
+def test_a_broken_template_of_the_model_s_own_is_left_out_with_a_note(tmp_path: Path, capsys: Capture) -> None:
+    file = tiny_llama(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "{% if"}))
+    assert dry_run(tmp_path) == 0
+    assert "Note: The model's own template is left out: the chat template does not parse" in capsys.readouterr().out
