@@ -13,7 +13,7 @@ from headrace import __version__
 USAGE = """\
 Headrace serves open language models on your own machine.
 
-  headrace up               serve the bundled model and show how to use it
+  headrace up               serve the bundled model with the gateway before it, and show how to use them
   headrace serve [MODEL]    serve a model directory, a .gguf file or a hub id, with vLLM's flags
   headrace gateway          one address and one key for many models; `headrace gateway check` tests its configuration
   headrace key              make, list, revoke and rotate the gateway's keys, and see what they used
@@ -55,9 +55,9 @@ def _serve(words: Sequence[str]) -> int:
 
 
 def _up(words: Sequence[str]) -> int:
-    from headrace.cli.serve import serve_command
+    from headrace.cli.up import up_command
 
-    return serve_command("up", words)
+    return up_command(words)
 
 
 def _gateway(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`headrace serve` and `headrace up`: check the command, say what will happen, start the server.
+"""`headrace serve`, and what it shares with `headrace up`: check the command, say what will happen, start the server.
 
 Mistakes end here, all of them at once, one line each, exit status 2. `--dry-run` stops after the checks.
 """
@@ -47,7 +47,7 @@ def serve_command(command: Command, words: Sequence[str]) -> int:
         return _dry_run(command, launch, as_json)
     for notice in launch.notices:
         print(f"Note: {notice}", file=sys.stderr, flush=True)
-    return _start(command, launch)
+    return _start(launch)
 
 
 def _refuse(command: Command, errors: Sequence[str], notices: Sequence[str], *, as_json: bool) -> int:
@@ -99,25 +99,25 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
     return 0
 
 
-def _start(command: Command, launch: Launch) -> int:
+def _start(launch: Launch) -> int:
     import msgspec
 
-    from headrace.cli.startup import access_lines, base_url, print_block, print_lines, up_lines
+    from headrace.cli.startup import access_lines, base_url, print_block, print_lines
     from headrace.server.run import serve
 
     engine, server = launch.engine, launch.server
     if server.port == 0:
-        server = msgspec.structs.replace(server, port=_free_port(server.host))
+        server = msgspec.structs.replace(server, port=free_port(server.host))
 
     def banner(info: EngineInfo) -> None:
         print_block(info, engine)
         url = base_url(server)
-        print_lines(up_lines(info, server, url) if command == "up" else access_lines(server, url))
+        print_lines(access_lines(server, url))
 
     return serve(engine, server, banner=banner)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """A port that is free now. Chosen before listening, because the examples on the screen must name it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))

@@ -83,11 +83,14 @@ def access_lines(server: ServerSettings, url: str) -> list[str]:
     return lines
 
 
-def example_lines(server: ServerSettings, url: str) -> list[str]:
-    """A curl and a Python example that work when pasted. With keys, the reader puts theirs in place."""
+def example_lines(server: ServerSettings, url: str, key: str | None = None) -> list[str]:
+    """A curl and a Python example that work when pasted, with `key` if there is one to show.
+
+    Where keys are wanted and none is known here, the reader puts theirs in place.
+    """
     name = server.served_model_names[0]
-    key = "YOUR_KEY" if server.api_keys else "unused"
-    header = f" -H 'Authorization: Bearer {key}'" if server.api_keys else ""
+    key = key or ("YOUR_KEY" if server.api_keys else None)
+    header = f" -H 'Authorization: Bearer {key}'" if key is not None else ""
     question = "What turns a water wheel?"
     body = {"model": name, "messages": [{"role": "user", "content": question}], "max_tokens": 40}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
@@ -99,7 +102,7 @@ def example_lines(server: ServerSettings, url: str) -> list[str]:
         "or with Python (pip install openai):",
         "",
         "from openai import OpenAI",
-        f"client = OpenAI(base_url={json.dumps(url)}, api_key={json.dumps(key)})",
+        f"client = OpenAI(base_url={json.dumps(url)}, api_key={json.dumps(key or 'unused')})",
         f'messages = [{{"role": "user", "content": "{question}"}}]',
         f"answer = client.chat.completions.create(model={json.dumps(name)}, messages=messages, max_tokens=40)",
         "print(answer.choices[0].message.content)",
@@ -107,17 +110,12 @@ def example_lines(server: ServerSettings, url: str) -> list[str]:
     ]
 
 
-def up_lines(info: EngineInfo, server: ServerSettings, url: str) -> list[str]:
-    """The ending of `headrace up`: what is there and how to use it."""
-    return [
-        "",
-        *access_lines(server, url),
-        f"Room: {info.kv_cache_tokens:,} tokens of KV cache, {info.max_concurrency:.1f} requests of "
-        f"{info.max_model_len:,} tokens at once",
-        "",
-        *example_lines(server, url),
-        "Ctrl-C ends it.",
-    ]
+def room_line(info: EngineInfo) -> str:
+    """How much fits."""
+    return (
+        f"{info.kv_cache_tokens:,} tokens of KV cache, {info.max_concurrency:.1f} requests of "
+        f"{info.max_model_len:,} tokens at once"
+    )
 
 
 def print_block(info: EngineInfo, engine: EngineSettings, out: TextIO | None = None) -> None:

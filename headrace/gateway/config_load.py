@@ -92,6 +92,12 @@ def load_config(
     return replace(snapshot, listen=_overridden(snapshot, overrides))
 
 
+def engine_snapshot(engine: Upstream, environment: Mapping[str, str], overrides: Overrides = NO_OVERRIDES) -> Snapshot:
+    """A gateway without a file before one engine that `headrace up` starts, under the names the engine serves."""
+    snapshot = _without_a_file(environment, engine)
+    return replace(snapshot, listen=_overridden(snapshot, overrides))
+
+
 def is_gateway_config(path: Path) -> bool:
     """Whether a file given to `headrace up --config` is a headrace.toml and not a list of serve flags."""
     try:
@@ -101,15 +107,18 @@ def is_gateway_config(path: Path) -> bool:
     return any(isinstance(table.get(name), Mapping) for name in OUR_SECTIONS)
 
 
-def _without_a_file(environment: Mapping[str, str]) -> Snapshot:
+def _without_a_file(environment: Mapping[str, str], engine: Upstream | None = None) -> Snapshot:
     """The engine on this machine, and the managed upstream when the environment names one."""
-    engine = Upstream(name="engine", base_url=ENGINE_URL, health_path="/health")
+    engine = engine or Upstream(name="engine", base_url=ENGINE_URL, health_path="/health")
     managed = managed_upstream(None, environment)
-    upstreams = {"engine": engine} | ({MANAGED: managed} if managed else {})
+    catalogue = Catalogue(upstreams={engine.name: engine} | ({MANAGED: managed} if managed else {}))
+    catalogue.default_upstream = engine.name
+    catalogue.add_listed_models()
     plans = read_plans(Section(Document(Path(), "", {}, {}, True), (), {}, Problems(), Placeholders({}, Path())))
     return Snapshot(
-        upstreams=MappingProxyType(upstreams),
-        default_upstream="engine",
+        upstreams=MappingProxyType(catalogue.upstreams),
+        models=MappingProxyType(catalogue.models),
+        default_upstream=engine.name,
         fallback=(MANAGED,) if managed else (),
         plans=MappingProxyType(plans),
     )

@@ -154,8 +154,12 @@ async def serve(
     pages: Pages | None,
     *,
     ended: asyncio.Event | None = None,
+    is_patient: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Serve until a signal comes, or `ended` is set by whoever runs this beside something else."""
+    """Serve until a signal comes, or `ended` is set by whoever runs this beside something else.
+
+    `is_patient` is asked at the end: may running requests finish?
+    """
     state = make_state(snapshot, ledger, log)
     came = asyncio.Event() if ended is None else ended
     signals: list[int] = []
@@ -187,7 +191,7 @@ async def serve(
     waiting = asyncio.create_task(came.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    if signals != [signal.SIGINT]:
+    if signals != [signal.SIGINT] and is_patient():
         await _drain(state)
     server.should_exit = True
     await asyncio.wait({serving}, timeout=LAST_BYTES_S + 1.5)

@@ -125,26 +125,31 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-class _Signals:
-    """Waits for SIGINT or SIGTERM; the second one ends the process and its core on the spot."""
+class Ending:
+    """When and how a process ends: by SIGTERM patiently, by SIGINT soon; the second signal ends it on the spot.
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._came = asyncio.Event()
+    `clients` are the engines whose cores must not outlive it.
+    """
+
+    def __init__(self) -> None:
+        self.clients: list[EngineClient] = []
+        self.came = asyncio.Event()
         self.first: signal.Signals | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._note, number)
 
-    async def wait(self) -> None:
-        await self._came.wait()
+    @property
+    def is_patient(self) -> bool:
+        return self.first == signal.SIGTERM
 
     def _note(self, number: signal.Signals) -> None:
         if self.first is not None:
-            self._client.kill()
+            for client in self.clients:
+                client.kill()
             os._exit(128 + number)
         self.first = number
-        self._came.set()
+        self.came.set()
 
 
 async def _serve(
@@ -153,12 +158,28 @@ async def _serve(
     listener: socket.socket,
     banner: Callable[[EngineInfo], None],
 ) -> int:
+    status = await run_engine(engine_settings, server_settings, listener, banner, Ending())
+    leave_soon(status)
+    return status
+
+
+async def run_engine(
+    engine_settings: EngineSettings,
+    server_settings: ServerSettings,
+    listener: socket.socket,
+    banner: Callable[[EngineInfo], None],
+    ending: Ending,
+) -> int:
+    """One engine and its HTTP server, on a loop that may run others, until `ending` comes; the exit status.
+
+    `banner` is called once the model is ready. 1: it could not start, and standard error says why.
+    """
     started = time.monotonic()
     metrics = EngineMetrics(server_settings.served_model_names[0])
     client = EngineClient(engine_settings, metrics)
-    signals = _Signals(client)
+    ending.clients.append(client)
     await client.start()
-    ended = asyncio.create_task(signals.wait())
+    ended = asyncio.create_task(ending.came.wait())
     http: _HttpServer | None = None
     tasks: list[asyncio.Task[None]] = []
     status = 0
@@ -183,9 +204,9 @@ async def _serve(
     except (ConfigError, StartupError) as error:
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         status = 1
-    patient = signals.first == signal.SIGTERM and client.state == "ready"
+    ended.cancel()
+    patient = ending.is_patient and client.state == "ready"
     await _end(client, http, tasks, server_settings.shutdown_timeout_s if patient else 0.0)
-    _leave_soon(status)
     return status
 
 
@@ -280,7 +301,7 @@ async def _end(
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _leave_soon(status: int) -> None:
+def leave_soon(status: int) -> None:
     """A thread that still tokenizes a huge text must not hold up the end of the process."""
     alarm = threading.Timer(1.0, os._exit, (status,))
     alarm.daemon = True

@@ -13,7 +13,9 @@ PSS_LIMIT_MB = 900
 
 def test_up_is_healthy_within_8_seconds_and_900_megabytes(tmp_path: Path) -> None:
     started = time.monotonic()
-    with running_server(tmp_path / "server.log", command=("up",)) as server:
+    with running_server(
+        tmp_path / "server.log", command=("up", "--gateway-port", "0", "--data-dir", str(tmp_path / "data"))
+    ) as server:
         seconds = time.monotonic() - started
         processes = [server.process, *server.children()]
         pss_mb = sum(p.memory_full_info().pss for p in processes) / 1e6

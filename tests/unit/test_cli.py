@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.cli.main import main
-from headrace.cli.startup import base_url, block_lines, example_lines, print_block, up_lines
+from headrace.cli.startup import access_lines, base_url, block_lines, example_lines, print_block, room_line
 from headrace.config.architecture import model_config
 from headrace.config.command_line import parse_command_line
 from headrace.config.load import LaunchError, load, settings
@@ -348,8 +348,8 @@ def test_the_base_url_is_one_that_works_here(changes: dict[str, object], url: st
     assert base_url(server(**changes)) == url
 
 
-def test_up_ends_with_url_name_room_and_examples() -> None:
-    text = "\n".join(up_lines(INFO, server(), "http://127.0.0.1:8000/v1"))
+def test_a_start_ends_with_url_name_and_room() -> None:
+    text = "\n".join([*access_lines(server(), "http://127.0.0.1:8000/v1"), room_line(INFO)])
     for said in (
         "Base URL: http://127.0.0.1:8000/v1",
         "Model: smollm2-135m-instruct",
@@ -360,10 +360,12 @@ def test_up_ends_with_url_name_room_and_examples() -> None:
 
 
 def test_listening_beyond_loopback_without_a_key_is_said() -> None:
-    text = "\n".join(up_lines(INFO, server(host="0.0.0.0"), "u"))
-    assert "set --api-key" in text
-    text = "\n".join(up_lines(INFO, server(host="0.0.0.0", api_keys=("sk-secret",)), "u"))
-    assert "set --api-key" not in text and "sk-secret" not in text and "Bearer YOUR_KEY" in text
+    assert "set --api-key" in "\n".join(access_lines(server(host="0.0.0.0"), "u"))
+    closed = server(host="0.0.0.0", api_keys=("sk-secret",))
+    text = "\n".join([*access_lines(closed, "u"), *example_lines(closed, "u")])
+    assert "set --api-key" not in text
+    assert "sk-secret" not in text
+    assert "Bearer YOUR_KEY" in text
 
 
 def test_the_examples_survive_a_name_with_quotes(tmp_path: Path) -> None:

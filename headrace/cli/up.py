@@ -1,0 +1,292 @@
+"""`headrace up`: engines and the gateway before them, together in one go.
+
+Without a file: one engine with the given flags at 127.0.0.1:8000 and the gateway at 127.0.0.1:8080. With
+`--config headrace.toml`: one engine for each `[engine.NAME]`, the rest of the file is the gateway's. All HTTP is on
+one event loop of this process; every engine computes in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.options import Option, parse_options
+
+if TYPE_CHECKING:
+    from headrace.config.load import Launch
+    from headrace.gateway.config_load import Overrides
+    from headrace.gateway.ledger import Ledger
+    from headrace.gateway.logs import GatewayLog
+    from headrace.gateway.snapshot import Snapshot
+    from headrace.protocol.ipc import EngineInfo
+
+USAGE = """\
+headrace up [MODEL] [flags]           serve a model (the bundled one) with the gateway before it
+headrace up --config headrace.toml    the engines and the gateway that the file describes
+
+  --gateway-host HOST       address of the gateway (127.0.0.1)
+  --gateway-port PORT       port of the gateway (8080)
+  --gateway-database URL    sqlite:///FILE or postgresql://USER@HOST/NAME; else SQLite in the data directory
+  --data-dir DIR            where keys and usage are kept (~/.headrace)
+
+All other flags are the engine's: `headrace serve --help` lists them.
+"""
+
+GATEWAY_OPTIONS = (
+    Option("gateway-host", "HOST"),
+    Option("gateway-port", "PORT", number=(0, 65535)),
+    Option("gateway-database", "URL"),
+    Option("data-dir", "DIR"),
+)
+LATEST_END_S = 3.0
+"""After a signal without patience, for everything together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine to start. `name` is its upstream's name."""
+
+    name: str
+    launch: Launch
+
+
+def up_command(words: Sequence[str]) -> int:
+    """Run `headrace up` with `words`; returns the exit status."""
+    from headrace.cli.serve import serve_command
+    from headrace.gateway.config_load import Overrides, is_gateway_config
+
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE, end="")
+        return 0
+    ours, rest = _gateway_words(words)
+    options = parse_options("headrace up", ours, GATEWAY_OPTIONS, USAGE)
+    if isinstance(options, int):
+        return options
+    if any(word.split("=")[0].replace("_", "-") in ("--dry-run", "--help") for word in rest):
+        return serve_command("up", rest)
+    port = options.get("gateway-port")
+    overrides = Overrides(
+        host=options.get("gateway-host"),
+        port=None if port is None else int(port),
+        database_url=options.get("gateway-database"),
+        data_dir=options.get("data-dir"),
+    )
+    config = _config_file(rest)
+    if config is not None and is_gateway_config(Path(config)):
+        return _up_from_file(config, rest, overrides)
+    return _up_with_flags(rest, overrides)
+
+
+def _gateway_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The gateway's options with their values, and everything else."""
+    names = {f"--{option.name}" for option in GATEWAY_OPTIONS}
+    ours: list[str] = []
+    rest: list[str] = []
+    takes_value = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        name = name.replace("_", "-")
+        mine = takes_value or name in names or name.startswith("--gateway-")
+        (ours if mine else rest).append(word)
+        takes_value = not takes_value and mine and not equals
+    return ours, rest
+
+
+def _config_file(words: Sequence[str]) -> str | None:
+    """The value of --config among serve flags."""
+    for i, word in enumerate(words):
+        if word == "--config" and i + 1 < len(words):
+            return words[i + 1]
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+    return None
+
+
+def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
+    from headrace.cli.startup import base_url
+    from headrace.gateway.config_load import InvalidConfig, engine_snapshot
+    from headrace.gateway.snapshot import Upstream
+
+    launch = _launch(words, "")
+    if launch is None:
+        return 2
+    server = launch.server
+    upstream = Upstream(
+        name="engine",
+        base_url=base_url(server),
+        api_key=server.api_keys[0] if server.api_keys else None,
+        models=server.served_model_names,
+        health_path="/health",
+    )
+    try:
+        snapshot = engine_snapshot(upstream, os.environ, overrides)
+    except InvalidConfig as error:
+        return _refused(error.problems)
+    return _start([Engine("engine", launch)], snapshot, overrides)
+
+
+def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> int:
+    from headrace.gateway.config_load import InvalidConfig, load_config
+
+    others = [word for word in words if word not in ("--config", config, f"--config={config}")]
+    if others:
+        return _refused([f"{others[0]} belongs into {config}: the flags of an engine are keys of its [engine.NAME]."])
+    try:
+        snapshot = load_config(config, os.environ, overrides=overrides)
+    except InvalidConfig as error:
+        return _refused(error.problems)
+    if not snapshot.engines:
+        return _refused(
+            [f"{config} has no [engine.NAME], so there is no engine to start. Use headrace gateway --config {config}."]
+        )
+    engines = []
+    for spec in snapshot.engines:
+        launch = _launch(spec.flags, f"[engine.{spec.name}] ")
+        if launch is None:
+            return 2
+        engines.append(Engine(spec.name, launch))
+    return _start(engines, snapshot, overrides)
+
+
+def _launch(words: Sequence[str], place: str) -> Launch | None:
+    """The checked settings of one engine; None after its mistakes have been printed."""
+    import msgspec
+
+    from headrace.cli.serve import free_port
+    from headrace.config.load import Launch, LaunchError, load
+
+    try:
+        launch = load(words)
+    except LaunchError as error:
+        _refused([place + line for line in error.errors])
+        return None
+    for notice in launch.notices:
+        print(f"Note: {place}{notice}", file=sys.stderr, flush=True)
+    if launch.server.port == 0:
+        server = msgspec.structs.replace(launch.server, port=free_port(launch.server.host))
+        return Launch(launch.engine, server, launch.files, launch.notices)
+    return launch
+
+
+def _refused(lines: Sequence[str]) -> int:
+    for line in lines:
+        print(f"headrace up: {line}", file=sys.stderr)
+    return 2
+
+
+def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) -> int:
+    import uvloop
+
+    from headrace.config.errors import ConfigError
+    from headrace.gateway.ledger import open_ledger
+    from headrace.gateway.logs import GatewayLog
+    from headrace.gateway.redact import Redactor
+    from headrace.gateway.run import CannotListen, bind, secrets_of
+    from headrace.gateway.storage.database import DEFAULT_DATA_DIR
+    from headrace.protocol.access_errors import API_KEYS_PAGE
+    from headrace.server.run import PortInUse, configure_logging, leave_soon, listen
+
+    configure_logging(engines[0].launch.server.uvicorn_log_level)
+    at = snapshot.listen
+    with contextlib.ExitStack() as stack:
+        try:
+            gateway = stack.enter_context(contextlib.closing(bind(at.host, at.port)))
+            listeners = [
+                stack.enter_context(contextlib.closing(listen(e.launch.server.host, e.launch.server.port)))
+                for e in engines
+            ]
+            ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
+        except (CannotListen, PortInUse, ConfigError) as error:
+            print(f"headrace up: {error}", file=sys.stderr)
+            return 1
+        stack.enter_context(contextlib.closing(ledger))
+        log = stack.enter_context(contextlib.closing(GatewayLog(redactor=Redactor(secrets_of(snapshot)))))
+        status = uvloop.run(_run(engines, listeners, snapshot, overrides, ledger, gateway, log))
+        leave_soon(status)
+        return status
+
+
+async def _run(
+    engines: Sequence[Engine],
+    listeners: Sequence[socket.socket],
+    snapshot: Snapshot,
+    overrides: Overrides,
+    ledger: Ledger,
+    gateway: socket.socket,
+    log: GatewayLog,
+) -> int:
+    from headrace.cli.startup import print_block, print_lines
+    from headrace.gateway.run import serve
+    from headrace.server.run import Ending, run_engine
+
+    ending = Ending()
+    infos: dict[str, EngineInfo] = {}
+    all_ready = asyncio.Event()
+
+    def note_ready(engine: Engine, info: EngineInfo) -> None:
+        print_block(info, engine.launch.engine)
+        infos[engine.name] = info
+        if len(infos) == len(engines):
+            all_ready.set()
+
+    running = [
+        asyncio.create_task(
+            run_engine(
+                engine.launch.engine,
+                engine.launch.server,
+                listener,
+                lambda info, engine=engine: note_ready(engine, info),  # type: ignore[misc]
+                ending,
+            )
+        )
+        for engine, listener in zip(engines, listeners, strict=True)
+    ]
+    ready = asyncio.create_task(all_ready.wait())
+    await asyncio.wait({ready, *running}, return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        log.start(snapshot.listen.log_level)
+        serving = asyncio.create_task(
+            serve(
+                snapshot,
+                overrides,
+                ledger,
+                gateway,
+                log,
+                None,
+                ended=ending.came,
+                is_patient=lambda: ending.is_patient,
+            )
+        )
+        print_lines(_last_lines(engines, infos, snapshot, ledger, gateway.getsockname()[1]))
+        # The engines end when the gateway has: what still runs through it needs them.
+        await asyncio.wait({serving, *running}, return_when=asyncio.FIRST_COMPLETED)
+        ending.came.set()
+        await asyncio.wait({serving}, timeout=None if ending.is_patient else LATEST_END_S)
+    ready.cancel()
+    ending.came.set()
+    return max(await asyncio.gather(*running))
+
+
+def _last_lines(
+    engines: Sequence[Engine], infos: dict[str, EngineInfo], snapshot: Snapshot, ledger: Ledger, port: int
+) -> list[str]:
+    """What a person needs now: address, key, models, room, and two examples that work when pasted."""
+    from headrace.cli.startup import base_url, example_lines, room_line
+    from headrace.gateway.run import banner
+
+    record, secret = ledger.store.first()
+    if secret is not None:
+        ledger.keys.reload()
+    lines = ["", *banner(snapshot, port, record, secret)]
+    lines += [f"Engine         {engine.name}: {room_line(infos[engine.name])}" for engine in engines]
+    server = engines[0].launch.server
+    # A key is shown once only; later the example that works when pasted is the engine's own, which asks for none.
+    url = lines[1].split()[-1] if secret is not None else base_url(server)
+    return [*lines, "", *example_lines(server, url, secret), "Ctrl-C ends it."]
