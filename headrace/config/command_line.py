@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,13 @@ def parse_command_line(words: Sequence[str]) -> Given:
     given.spelled.update(command.spelled)
     given.positional = command.positional
     given.errors += command.errors
+    return given
+
+
+def parse_table(table: Mapping[str, object], model: str | None = None) -> Given:
+    """Flags as a table, `{"max_model_len": 4096}`, as the in-process class takes them."""
+    given = Given(positional=model)
+    _add_table(given, table, "LLM: ")
     return given
 
 
@@ -199,8 +206,12 @@ def _unknown(word: str, where: str = "") -> str:
 
 def _add_file(given: Given, path: Path) -> None:
     """Add the flags of a YAML or TOML file. ConfigError when it cannot be read or is not a table of flags."""
-    for key, raw in read_config_file(path).items():
-        where = f"{path}: "
+    _add_table(given, read_config_file(path), f"{path}: ")
+
+
+def _add_table(given: Given, table: Mapping[str, object], where: str) -> None:
+    """Add each key as a flag; `where` begins the line of a mistake."""
+    for key, raw in table.items():
         flag, wanted, _ = _find("--" + canonical(str(key)))
         if flag is None:
             given.errors.append(_unknown(str(key), where))

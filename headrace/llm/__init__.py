@@ -1,0 +1,9 @@
+"""The engine in this process, without a server: `from headrace import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from headrace.llm.engine import LLM
+from headrace.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace.llm.params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

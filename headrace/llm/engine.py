@@ -1,0 +1,324 @@
+"""The engine in this process: prompts in, answers out in the same order.
+
+However many prompts there are, only as many are in work as keep the engine busy: the next is read and tokenized
+when one is done. So a generator of a million prompts needs memory for the answers alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace.config.command_line import parse_table
+from headrace.config.errors import ConfigError
+from headrace.config.flag_table import ADDRESS, FLAG_BY_NAME
+from headrace.config.flags import canonical
+from headrace.config.load import load_given
+from headrace.core import EngineCore
+from headrace.llm.outputs import RequestOutput
+from headrace.llm.params import SamplingParams
+from headrace.llm.progress import BatchProgress
+from headrace.llm.request import Job, OpenRequest
+from headrace.protocol import ipc, openai_chat
+from headrace.protocol.errors import ApiError
+from headrace.protocol.generation_defaults import sampling_defaults
+from headrace.protocol.sampling import ModelLimits, text_rules
+from headrace.protocol.token_limits import check_token_ids, truncated
+from headrace.text.bad_words import bad_word_tokens
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.llm")
+
+QUEUED_REQUESTS = 32
+"""Prompts that are ready while as many run as the engine takes at once."""
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+"""A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+Messages = list[dict[str, object]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A loaded model. Calls from several threads are done one after another."""
+
+    def __init__(self, model: str | None = None, **flags: object) -> None:
+        """`model`: a directory, a .gguf file or a hub id; None is the bundled one. `flags` are those of
+        `headrace serve` with underscores for dashes, which are vLLM's: max_model_len=4096, dtype="float32".
+
+        Raises ConfigError naming every flag or file that cannot work.
+        """
+        for name in flags:
+            flag = FLAG_BY_NAME.get(canonical(name))
+            if flag is not None and flag.group == ADDRESS:
+                raise ConfigError(f"LLM: {name} belongs to the server; in process there is none. Leave it out.")
+        launch = load_given(parse_table(flags, model))
+        for notice in launch.notices:
+            logger.warning("%s", notice)
+        engine, server = launch.engine, launch.server
+        self._defaults = sampling_defaults(
+            launch.files.generation_config, server.generation_config, server.override_generation_config
+        )
+        self._tokenizer = Tokenizer.load(launch.files, Path(engine.tokenizer) if engine.tokenizer else None)
+        source = server.chat_template or launch.files.chat_template
+        self._template = self._compiled(source) if source is not None else None
+        self._core = EngineCore(engine)
+        info = self._core.info
+        self._limits = ModelLimits(
+            info.max_model_len, self._tokenizer.vocab_size, self._tokenizer.eos_token_ids, server.max_logprobs
+        )
+        self._most_open = info.max_num_seqs + min(QUEUED_REQUESTS, engine.max_num_queued_reqs)
+        self._by_priority = engine.scheduling_policy == "priority"
+        self._seeds = random.SystemRandom() if engine.seed is None else random.Random(engine.seed)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+
+    @property
+    def info(self) -> ipc.EngineInfo:
+        """What the engine found out while starting: sizes, device, kernels."""
+        return self._core.info
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's author recommends, as `generate` uses it when no parameters are given."""
+        own: dict[str, Any] = {name: value for name, value in self._defaults.items() if name != "max_new_tokens"}
+        if "top_k" in own:
+            own["top_k"] = int(own["top_k"])
+        if "max_new_tokens" in self._defaults:
+            own["max_tokens"] = int(self._defaults["max_new_tokens"])
+        return SamplingParams(**own)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget cached prefixes; how many blocks there were."""
+        with self._lock:
+            return self._core.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt; the outputs are in the prompts' order.
+
+        `prompts` is one prompt, a list, or anything that yields them; `sampling_params` one for all or a list with
+        one each; `use_tqdm` shows the progress. A prompt on which the engine fails has `finish_reason` "error", and
+        the others are not disturbed. Raises ValueError naming the prompt that cannot be served; what was in work is
+        then stopped.
+        """
+        many, total = _as_many(prompts)
+        params = _one_each(sampling_params, total, self.get_default_sampling_params)
+        priorities = self._priorities(priority, total)
+        return self._run(self._jobs(many, params, priorities), total, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Iterable[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, object] | None = None,
+        documents: list[dict[str, object]] | None = None,
+        tools: None = None,
+    ) -> list[RequestOutput]:
+        """The same for one conversation, or several, by the model's chat template or `chat_template`."""
+        if tools:
+            raise ValueError("LLM.chat: tools are not supported yet.")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("LLM.chat: for continue_final_message set add_generation_prompt=False.")
+        template = self._compiled(chat_template) if chat_template is not None else self._template
+        if template is None:
+            raise ValueError("The model has no chat template: give one with LLM(..., chat_template=FILE_OR_TEXT).")
+        try:
+            variables = openai_chat.template_variables(chat_template_kwargs)
+        except ApiError as error:
+            raise ValueError(f"LLM.chat: {error.message}") from None
+        if documents is not None:
+            if "documents" not in template.source:
+                raise ValueError("LLM.chat: documents would have no effect: the chat template does not quote any.")
+            variables["documents"] = documents
+        whole = list(messages) if not isinstance(messages, list) else messages
+        one = bool(whole) and isinstance(whole[0], dict)
+        conversations: Sequence[Any] = [whole] if one else whole
+
+        def rendered() -> Iterator[Prompt]:
+            for conversation in conversations:
+                plain = openai_chat.plain_messages(conversation, knows_developer="developer" in template.source)
+                text = template.render(
+                    plain,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **variables,
+                )
+                yield {"prompt": text, "prompt_token_ids": self._tokenizer.encode_chat(text)}
+
+        total = len(conversations)
+        params = _one_each(sampling_params, total, self.get_default_sampling_params)
+        return self._run(self._jobs(rendered(), params, itertools.repeat(0)), total, use_tqdm)
+
+    def encode(self, *_: object, **__: object) -> NoReturn:
+        """Refused until embeddings are built."""
+        raise NotImplementedError("LLM.encode: embeddings and pooling are not built yet; this engine generates text.")
+
+    embed = score = classify = reward = encode
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self._tokenizer.special_tokens)
+        except ValueError as error:
+            raise ConfigError(f"LLM: {error}.") from None
+
+    def _priorities(self, priority: Sequence[int] | None, total: int | None) -> Iterator[int]:
+        if priority is None:
+            return itertools.repeat(0)
+        if not self._by_priority and any(priority):
+            raise ValueError('LLM.generate: priority has an effect only with LLM(..., scheduling_policy="priority").')
+        if total is not None and len(priority) != total:
+            raise ValueError(f"LLM.generate: {total} prompts, but {len(priority)} priorities; give one for each.")
+        return iter(priority)
+
+    def _jobs(
+        self, prompts: Iterable[Prompt], params: Iterator[SamplingParams], priorities: Iterator[int]
+    ) -> Iterator[Job]:
+        """Raises ValueError naming the prompt that cannot be served, by its place in the input."""
+        words: dict[int, tuple[SamplingParams, tuple[tuple[int, ...], ...]]] = {}
+        iterator = iter(prompts)
+        for number in itertools.count():
+            try:
+                prompt = next(iterator)
+                asked, priority = next(params, None), next(priorities, None)
+                if asked is None or priority is None:
+                    raise ValueError("there are fewer sampling_params or priorities than prompts; give one for each.")
+                if id(asked) not in words:
+                    words = {id(asked): (asked, bad_word_tokens(self._tokenizer, asked.bad_words or ()))}
+                yield self._job(prompt, asked, words[id(asked)][1], priority)
+            except StopIteration:
+                return
+            except ApiError as error:
+                raise ValueError(f"prompt {number}: {error.message}") from None
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from None
+
+    def _job(self, prompt: Prompt, asked: SamplingParams, bad_words: tuple[tuple[int, ...], ...], priority: int) -> Job:
+        text, token_ids = self._read(prompt)
+        fields = asked.fields()
+        whole = truncated(
+            token_ids,
+            fields.truncate_prompt_tokens,
+            fields.truncation_side,
+            max_model_len=self._limits.max_model_len,
+            max_tokens=asked.max_tokens or 1,
+        )
+        params = asked.for_engine(
+            fields,
+            self._defaults,
+            self._limits,
+            prompt_tokens=len(whole),
+            fresh_seed=self._seeds.getrandbits(63),
+            bad_words=bad_words,
+        )
+        return Job(text, whole, asked, params, text_rules(fields), priority)
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text, where there is one, and the token ids."""
+        text: object = None
+        token_ids: object = prompt
+        if isinstance(prompt, str):
+            text, token_ids = prompt, None
+        elif isinstance(prompt, Mapping):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(text, str) and token_ids is None:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+        if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+            raise ValueError("a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.")
+        ids = [int(token_id) for token_id in token_ids]
+        if not ids:
+            raise ValueError("it is empty; there is nothing to continue.")
+        check_token_ids("prompt", ids, self._limits.vocab_size)
+        return text if isinstance(text, str) else None, ids
+
+    def _run(self, jobs: Iterator[Job], total: int | None, use_tqdm: bool) -> list[RequestOutput]:
+        with self._lock, BatchProgress(total, shown=use_tqdm) as progress:
+            return self._answers(jobs, progress)
+
+    def _answers(self, jobs: Iterator[Job], progress: BatchProgress) -> list[RequestOutput]:
+        core = self._core
+        results: dict[int, RequestOutput] = {}
+        open_requests: dict[str, OpenRequest] = {}
+        places: dict[str, int] = {}
+        try:
+            while True:
+                for job in itertools.islice(jobs, self._most_open - len(open_requests)):
+                    request = self._add(job, len(places) + len(results))
+                    places[request.request_id] = len(places) + len(results)
+                    open_requests[request.request_id] = request
+                if not open_requests:
+                    break
+                step = core.step()
+                if step is None:
+                    raise RuntimeError("requests wait and none can be scheduled: this is a fault of the scheduler")
+                for output in step.outputs:
+                    request_of = open_requests.get(output.request_id)
+                    if request_of is None:
+                        continue
+                    if request_of.add(output):
+                        core.abort(output.request_id, output.index)
+                    if request_of.done:
+                        place = places.pop(output.request_id)
+                        results[place] = open_requests.pop(output.request_id).result(place)
+                        progress.add_prompt(len(request_of.job.token_ids))
+                progress.add_tokens(sum(len(output.token_ids) for output in step.outputs))
+        finally:
+            for request_id in open_requests:
+                core.abort(request_id)
+        while core.has_work:
+            core.step()
+        return [results[place] for place in range(len(results))]
+
+    def _add(self, job: Job, number: int) -> OpenRequest:
+        request_id = f"{next(self._numbers)}"
+        message = ipc.AddRequest(
+            request_id=request_id,
+            token_ids=job.token_ids,
+            params=job.params,
+            arrival_s=time.time(),
+            priority=job.priority,
+        )
+        refused = self._core.add(message)
+        if refused is not None:
+            raise ValueError(f"prompt {number}: {refused.message}")
+        return OpenRequest(request_id, job, self._tokenizer)
+
+
+def _as_many(prompts: Prompt | Iterable[Prompt]) -> tuple[Iterable[Any], int | None]:
+    """The prompts one by one, and how many there are where that is known."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], 1
+    if isinstance(prompts, Sequence):
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [prompts], 1
+        return prompts, len(prompts)
+    return prompts, None
+
+
+def _one_each(params: Params, total: int | None, default: Callable[[], SamplingParams]) -> Iterator[SamplingParams]:
+    if params is None:
+        return itertools.repeat(default())
+    if isinstance(params, SamplingParams):
+        return itertools.repeat(params)
+    if total is not None and len(params) != total:
+        raise ValueError(f"{total} prompts, but {len(params)} sampling_params; give one, or one for each prompt.")
+    return iter(params)
