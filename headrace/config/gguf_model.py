@@ -1,56 +1,35 @@
-"""What a GGUF file says of its model, written in Hugging Face's words: the config dictionary and tensor names.
+"""What a GGUF file says of its model, written in Hugging Face's words: the config dictionary.
 
-Everything after this reads one vocabulary only. Two things differ in the file and are not hidden here: rows of
-q and k of the llama architecture are permuted for interleaved rotary (the weight reader undoes it), and the
-scaling of Llama 3.x is stored as a tensor of factors instead of its parameters, which are recovered here.
+Everything after this reads one vocabulary only. Two things differ in the file and are not hidden here, the weight
+reader undoes them: rows of q and k of the llama architecture are permuted for interleaved rotary, and the norms
+of gemma3 have 1 added to their weights.
 """
 
 from __future__ import annotations
 
-import math
-import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader
+from headrace.config.gguf_rope import rope_scaling
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
-
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
+"""Mistral's files say llama, and so do Mixtral's, which have experts."""
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
-# Llama 3.1, 3.2 and 3.3 share these; only the factor (8 or 32) differs.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+_GEMMA3_27B_LAYERS = 62
 
 # Chat models end a turn with one of these even where the file names another end-of-sequence token.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 _CONTROL = 3
-
-
-def hugging_face_name(name: str) -> str | None:
-    """blk.7.attn_q.weight -> model.layers.7.self_attn.q_proj.weight; None for a name with no counterpart."""
-    parts = name.split(".")
-    if len(parts) == 2 and parts[0] in _TOP_NAMES:
-        return f"{_TOP_NAMES[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-    return None
 
 
 def config_dictionary(path: Path, header: GGUFHeader) -> dict[str, object]:
@@ -72,7 +51,7 @@ def config_dictionary(path: Path, header: GGUFHeader) -> dict[str, object]:
         raise ConfigError(
             f"{path}: {len(unsupported)} of {len(tensors)} tensors have the type {', '.join(types)} "
             f"(first {unsupported[0].name}), which is not supported; known are {', '.join(SUPPORTED_TYPES)}. "
-            "Use a Q8_0, Q4_0, Q4_1 or F16 file of the same model."
+            "Use a Q4_K_M, Q6_K, Q8_0 or F16 file of the same model."
         )
 
     def key(name: str) -> object:
@@ -81,14 +60,21 @@ def config_dictionary(path: Path, header: GGUFHeader) -> dict[str, object]:
             return value[0]
         return value
 
-    if key("expert_count"):
-        raise ConfigError(f"{path}: the model is a mixture of {key('expert_count')} experts, which is not supported.")
+    if key("expert_count") and architecture not in ("llama", "qwen3moe"):
+        raise ConfigError(
+            f"{path}: a {architecture} model that is a mixture of {key('expert_count')} experts is not supported; "
+            "known are llama (Mixtral) and qwen3moe."
+        )
     embedding = tensors.get("token_embd.weight")
     heads, hidden = key("attention.head_count"), key("embedding_length")
     key_length = key("attention.key_length")
     if key_length is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         key_length = hidden // heads
-    for name in ("attention.value_length", "rope.dimension_count"):
+    # Rows of llama's heads are stored for rotary over all of them.
+    whole = (
+        ("attention.value_length", "rope.dimension_count") if architecture == "llama" else ("attention.value_length",)
+    )
+    for name in whole:
         if key(name) is not None and key(name) != key_length:
             raise ConfigError(f"{path}: {name} is {key(name)!r}, but only the length of a key ({key_length}) works.")
     raw: dict[str, object] = {
@@ -111,16 +97,47 @@ def config_dictionary(path: Path, header: GGUFHeader) -> dict[str, object]:
         "eos_token_id": end_token_ids(header),
         "quantization_config": {"quant_method": "gguf"},
     }
-    scaling = key("rope.scaling.type")
-    if scaling is None and key("rope.scale_linear") is not None:
-        scaling, factor = "linear", key("rope.scale_linear")
-    else:
-        factor = key("rope.scaling.factor")
-    if scaling not in (None, "none") and not (scaling == "linear" and factor == 1.0):
-        raw["rope_scaling"] = {"rope_type": scaling, "factor": factor}
-    if _ROPE_FACTORS in tensors:
-        raw["rope_scaling"] = _llama3_scaling(path, header, raw)
-    return raw
+    scaling = rope_scaling(path, header, key, theta=raw["rope_theta"], head_dim=key_length)
+    if scaling is not None:
+        raw["rope_scaling"] = scaling
+    rotated = key("rope.dimension_count")
+    if isinstance(rotated, int) and isinstance(key_length, int) and rotated != key_length:
+        raw["partial_rotary_factor"] = rotated / max(key_length, 1)
+    return raw | _own_keys(str(architecture), key, raw)
+
+
+def _own_keys(architecture: str, key: Callable[[str], object], raw: dict[str, object]) -> dict[str, object]:
+    """What config.json has for one family only, and what the file leaves to the program that reads it."""
+    window = key("attention.sliding_window") or None
+    if architecture == "llama" and key("expert_count"):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": key("expert_count"),
+            "num_experts_per_tok": key("expert_used_count"),
+        }
+    if architecture == "qwen3moe":
+        return {
+            "num_experts": key("expert_count"),
+            "num_experts_per_tok": key("expert_used_count"),
+            "moe_intermediate_size": key("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    if architecture == "phi3":
+        return {"sliding_window": window}
+    if architecture == "gemma3":
+        heads, hidden, length = raw["num_attention_heads"], raw["hidden_size"], raw["head_dim"]
+        scalar = length
+        if raw["num_hidden_layers"] == _GEMMA3_27B_LAYERS and isinstance(heads, int) and isinstance(hidden, int):
+            scalar = hidden // max(heads, 1)
+        found = {
+            "sliding_window": window,
+            "query_pre_attn_scalar": scalar,
+            "rope_local_base_freq": key("rope.freq_base_swa"),
+            "attn_logit_softcapping": key("attn_logit_softcapping"),
+            "final_logit_softcapping": key("final_logit_softcapping"),
+        }
+        return {name: value for name, value in found.items() if value is not None or name == "sliding_window"}
+    return {}
 
 
 def end_token_ids(header: GGUFHeader) -> list[int]:
@@ -148,30 +165,3 @@ def _dtype(header: GGUFHeader) -> str:
     """The checkpoint's own compute dtype, by its matrices; quantised ones count as bfloat16."""
     types = {t.type for t in header.tensors.values() if len(t.shape) > 1}
     return {frozenset(["F32"]): "float32", frozenset(["F16"]): "float16"}.get(frozenset(types), "bfloat16")
-
-
-def _llama3_scaling(path: Path, header: GGUFHeader, raw: dict[str, object]) -> dict[str, object]:
-    """Recover the parameters whose factors the file stores, and check that they give these factors."""
-    tensor = header.tensors[_ROPE_FACTORS]
-    theta, head_dim = raw.get("rope_theta") or 10000.0, raw.get("head_dim")
-    if not isinstance(theta, int | float) or not 1 < theta < 1e12:
-        raise ConfigError(f"{path}: rope.freq_base is {theta!r}, not a number above 1.")
-    if tensor.type != "F32" or not isinstance(head_dim, int) or tensor.shape != (head_dim // 2,):
-        raise ConfigError(f"{path}: {_ROPE_FACTORS} is {tensor.type} of shape {tensor.shape}, not F32 [head_dim / 2].")
-    with path.open("rb") as file:
-        file.seek(tensor.offset)
-        factors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
-    largest = float(max(factors))
-    if not 0.9 < min(factors) <= largest < 1e6:
-        raise ConfigError(f"{path}: {_ROPE_FACTORS} holds {min(factors):g} to {largest:g}, which are no factors.")
-    low, high, length = _LLAMA3.values()
-    for index, stored in enumerate(factors):
-        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = min(1.0, max(0.0, (length / wavelength - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / largest + smooth)
-        if not math.isclose(stored, expected, rel_tol=1e-3):
-            raise ConfigError(
-                f"{path}: the rotary factors of {_ROPE_FACTORS} are not those of Llama 3 (factor {largest:g}: entry "
-                f"{index} is {stored:g}, expected {expected:g}); other long-context scalings are not supported."
-            )
-    return {"rope_type": "llama3", "factor": largest, **_LLAMA3}

@@ -16,6 +16,7 @@ from headrace.config import gguf_model
 from headrace.config.architecture import model_config, token_ids
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader, read_gguf
+from headrace.config.gguf_names import hugging_face_tensors
 from headrace.config.model import ModelConfig
 from headrace.config.model_tensors import needed_tensors
 from headrace.config.safetensors_format import read_safetensors
@@ -28,7 +29,7 @@ PLAIN_DTYPES = ("F32", "F16", "BF16")
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where a tensor lies: `num_bytes` bytes at `offset` of `file`. `shape` is row-major ([out, in]);
-    `dtype` is F32, F16, BF16, Q4_0, Q4_1, Q8_0, or another name of a quantised safetensors checkpoint."""
+    `dtype` is F32, F16, BF16, a GGUF block type (Q4_0, Q6_K, ...) or another name of a quantised checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,9 +104,9 @@ def _open_gguf(path: Path, overrides: Mapping[str, object]) -> ModelFiles:
     header = read_gguf(path)
     config = model_config(_merged(gguf_model.config_dictionary(path, header), overrides), str(path))
     tensors: dict[str, TensorInfo] = {}
-    for tensor in header.tensors.values():
-        name = gguf_model.hugging_face_name(tensor.name)
-        if name is not None:
+    architecture = str(header.metadata["general.architecture"])
+    for stored in header.tensors.values():
+        for name, tensor in hugging_face_tensors(architecture, stored):
             tensors[name] = TensorInfo(name, tensor.shape, tensor.type, path, tensor.offset, tensor.num_bytes)
     _check_tensors(path, config, tensors, gguf_model.SUPPORTED_TYPES)
     return ModelFiles(

@@ -77,6 +77,8 @@ class Checkpoint:
         if info.dtype not in DENSE:
             raise self._unsupported(info)
         values = to_float32(self._dense(info))
+        if self.files.kind == "gguf" and self.files.config.family == "gemma3" and name.endswith("norm.weight"):
+            values -= 1
         order = self._row_order(name)
         return values if order is None else values[order]
 
@@ -116,7 +118,7 @@ class Checkpoint:
     def _row_order(self, name: str) -> NDArray[np.int64] | None:
         """The order of a q or k projection's stored rows, None where they lie as the model wants them."""
         config = self.files.config
-        if self.files.kind != "gguf" or config.family != "llama":
+        if self.files.kind != "gguf" or config.family not in ("llama", "mixtral"):
             return None
         projection = name.rpartition(".")[0]
         if projection.endswith("self_attn.q_proj"):

@@ -321,8 +321,8 @@ def write_gguf(
 
     def matrix(name: str, *shape: int) -> None:
         values = np.ones(shape, np.float32)
-        if kind == gguf.GGMLQuantizationType.Q4_K:
-            writer.add_tensor(name, np.zeros((shape[0], 144), np.uint8), raw_dtype=kind)
+        if kind == gguf.GGMLQuantizationType.TQ2_0:
+            writer.add_tensor(name, np.zeros((shape[0], 66), np.uint8), raw_dtype=kind)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
@@ -418,9 +418,10 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         ({"architecture": "mamba"}, "GGUF architecture 'mamba' is not supported; known are llama, qwen2"),
-        ({"kind": gguf.GGMLQuantizationType.Q5_0}, "type Q5_0 .* known are F32, F16, BF16, Q4_0, Q4_1, Q8_0"),
+        ({"kind": gguf.GGMLQuantizationType.TQ2_0}, "type TQ2_0 .* known are F32, F16, BF16, Q4_0, Q4_1, Q5_0"),
         ({"metadata": {"split.count": 3}}, "one of 3 parts"),
-        ({"metadata": {"llama.expert_count": 8}}, "mixture of 8 experts"),
+        ({"metadata": {"llama.expert_count": 8}}, "num_experts_per_tok|lacks .* block_sparse_moe"),
+        ({"architecture": "qwen2", "metadata": {"qwen2.expert_count": 8}}, "mixture of 8 experts is not supported"),
         ({"metadata": {"llama.attention.value_length": 32}}, "value_length is 32"),
         ({"metadata": {"llama.rope.scaling.type": "axial", "llama.rope.scaling.factor": 4.0}}, "'axial'"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from headrace.config.errors import ConfigError
@@ -48,6 +48,22 @@ def stored(values: np.ndarray, dtype: str) -> tuple[np.ndarray, str, tuple[int, 
     if dtype in ("F32", "F16"):
         return values.astype({"F32": np.float32, "F16": np.float16}[dtype]), dtype, values.shape
     return quantize(values, GGMLQuantizationType[dtype]), dtype, values.shape
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_any_block_gives_the_numbers_of_the_formats_own_library(dtype: str, tmp_path: Path) -> None:
+    """Random bytes but for the scales, which stay small: every value of every field, as no quantiser makes them."""
+    kind = GGMLQuantizationType[dtype]
+    width, size = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(5).integers(0, 256, (6, 3, size), dtype=np.uint8)
+    for byte in {"Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,), "Q4_1": (1, 3), "Q5_1": (1, 3)}.get(dtype, (1,)):
+        blocks[..., byte] &= 0xBB
+    blocks = blocks.reshape(6, -1)
+    weight = Checkpoint(files_of(tmp_path, {"w": (blocks, dtype, (6, 3 * width))}, "gguf")).matrix("w")
+    expected = dequantize(blocks, kind).reshape(6, 3 * width)
+    assert np.isfinite(expected).all() and expected.std() > 0
+    np.testing.assert_array_equal(weight.to_float32(), expected)
+    np.testing.assert_array_equal(weight.rows(np.array([4, 0])).to_float32(), expected[[4, 0]])
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
