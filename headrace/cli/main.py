@@ -23,6 +23,17 @@ Headrace serves open language models on your own machine.
 `headrace serve --help` lists the flags by what you want to do.
 """
 
+EXTRAS = {
+    "numpy": "engine",
+    "tokenizers": "engine",
+    "jinja2": "engine",
+    "aiohttp": "gateway",
+    "alembic": "gateway",
+    "sqlalchemy": "gateway",
+    "psycopg": "postgres",
+}
+"""Which extra of the installation brings a package that a command may lack."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for a command that is wrong)."""
@@ -41,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return command(rest)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(f"headrace {name} needs the package {error.name}: pip install 'headrace[{extra}]'", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; nothing more can be said
         return 1

@@ -378,3 +378,22 @@ def test_the_examples_survive_a_name_with_quotes(tmp_path: Path) -> None:
     assert json.loads(words[-1])["model"] == name
     code = lines[lines.index("from openai import OpenAI") :]
     compile("\n".join(code), "example", "exec")
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"), [("up", "aiohttp", "gateway"), ("gateway", "sqlalchemy", "gateway")]
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    tmp_path: Path, command: str, package: str, extra: str
+) -> None:
+    code = (
+        "import sys; sys.modules[sys.argv[1]] = None\n"
+        "from headrace.cli.main import main; sys.exit(main([sys.argv[2], '--data-dir', sys.argv[3]]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, package, command, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert f"needs the package {package}" in result.stderr
+    assert f"headrace[{extra}]" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -22,8 +22,8 @@ MAX_LINES = 500
 ENVIRONMENT_ALLOWED = {"NO_COLOR", "TERM", "HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
 
 # Packages that a machine without torch, and (the second group) without the engine's other needs, must be able to load.
-WITHOUT_TORCH = ("config", "protocol", "engine", "text", "planner", "server", "cli")
-WITHOUT_ENGINE_NEEDS = ("config", "protocol", "cli")
+WITHOUT_TORCH = ("config", "protocol", "engine", "text", "planner", "server", "gateway", "cli")
+WITHOUT_ENGINE_NEEDS = ("config", "protocol", "gateway", "cli")
 
 IMPORT_WITH_BLOCKED = """
 import importlib, sys
