@@ -67,6 +67,8 @@ class ScriptedEngine:
     """Raises this engine's `failure` when a request has had so many steps."""
     failure: Exception | None = None
     logprob: float = -0.25
+    logprobs_of: dict[int, float] = field(default_factory=dict)
+    """By index of a choice; the others' tokens have `logprob`."""
     num_cached_tokens: int = 0
     state: str = "ready"
     healthy: bool = True
@@ -101,6 +103,10 @@ class ScriptedEngine:
             )
         )  # fmt: skip
         self.running.add(request_id)
+        if params.prompt_logprobs is not None:
+            for at in range(1, len(token_ids), 2):
+                scores = [self._score(t, -float(t), params.prompt_logprobs) for t in token_ids[at : at + 2]]
+                yield ipc.SequenceOutput(request_id=request_id, index=0, token_ids=[], prompt_logprobs=scores)
         scripts = {index: list(self.script(token_ids, params, index)) for index in range(params.n)}
         try:
             step = 0
@@ -131,12 +137,16 @@ class ScriptedEngine:
         reason: ipc.FinishReason | None = "stop" if stops else "length" if step + 1 == params.max_tokens else None
         score = None
         if params.logprobs is not None:
-            top = [token_id, token_id + 1][: params.logprobs]
-            score = [ipc.TokenLogprobs(token_id, self.logprob, 1, top, [self.logprob, float("-inf")][: len(top)])]
+            score = [self._score(token_id, self.logprobs_of.get(index, self.logprob), params.logprobs)]
         return ipc.SequenceOutput(
             request_id=request_id, index=index, token_ids=[token_id], logprobs=score, finish_reason=reason,
             stop_token_id=token_id if stops else None, num_cached_tokens=self.num_cached_tokens if step == 0 else 0,
         )  # fmt: skip
+
+    def _score(self, token_id: int, logprob: float, count: int) -> ipc.TokenLogprobs:
+        """The token is the best; next comes the one after it, impossible; then a few more."""
+        top = [token_id, *range(token_id + 1, token_id + count)][:count]
+        return ipc.TokenLogprobs(token_id, logprob, 1, top, [logprob, *([float("-inf")] * count)][:count])
 
     def abort(self, request_id: str, index: int | None = None, reason: ipc.FinishReason = "abort") -> None:
         self.aborted.append((request_id, index, reason))

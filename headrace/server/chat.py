@@ -28,7 +28,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
     rules = text_rules(sampling)
     max_tokens, max_tokens_field = openai_chat.asked_max_tokens(fields, sampling.max_tokens)
     logprobs = openai_chat.asked_logprobs(fields, limits.max_logprobs)
-    bad_words = serving.bad_words(sampling)
+    bad_words = await serving.bad_words(sampling)
     priority = serving.priority(sampling)
 
     token_ids = await prompt_of(

@@ -28,7 +28,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     rules = text_rules(sampling)
     logprobs = openai_completions.asked_logprobs(fields, limits.max_logprobs)
     only_scores = openai_completions.only_scores(fields, sampling.max_tokens, sampling.prompt_logprobs)
-    bad_words = serving.bad_words(sampling)
+    bad_words = await serving.bad_words(sampling)
     priority = serving.priority(sampling)
     prompts = openai_completions.prompts(fields)
 

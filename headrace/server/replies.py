@@ -106,15 +106,19 @@ async def reply(
 
 async def _whole(exchange: Exchange, deltas: AsyncIterator[Delta], answer: Answer, tally: Tally) -> None:
     choices: dict[int, list[Delta]] = {}
+    is_large = False
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             if delta.prompt_logprobs is not None:
                 answer.scored_prompt(delta.index, delta.prompt_logprobs)
+                is_large = True
                 continue
             tally.add(delta)
             choices.setdefault(delta.index, []).append(delta)
     whole = [joined(parts) for _, parts in sorted(choices.items())]
-    await exchange.answer_json(answer.whole(whole, tally.usage))
+    # A long prompt's log-probabilities are written in a thread, so that nobody else's stream waits for them.
+    wire = await asyncio.to_thread(answer.whole, whole, tally.usage) if is_large else answer.whole(whole, tally.usage)
+    await exchange.answer_json(wire)
 
 
 async def _stream(

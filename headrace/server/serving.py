@@ -176,10 +176,12 @@ class Serving:
         except ValueError as error:
             raise errors.chat_template_failed(str(error)) from None
 
-    def bad_words(self, fields: SamplingFields) -> WordTokens:
+    async def bad_words(self, fields: SamplingFields) -> WordTokens:
         """The tokens of the request's bad words. Raises ApiError (400)."""
         words = check_bad_words(fields.bad_words)
-        return bad_word_tokens(self.tokenizer, words) if words else ()
+        if not words:
+            return ()
+        return await self.aside(sum(map(len, words)), lambda: bad_word_tokens(self.tokenizer, words))
 
     def truncated(self, token_ids: list[int], fields: SamplingFields, max_tokens: int) -> list[int]:
         """The prompt as `truncate_prompt_tokens` leaves it. Raises ApiError (400)."""
