@@ -1,8 +1,7 @@
 """Builds a tokenizer from the vocabulary that a GGUF file carries in its metadata.
 
-Two kinds. "gpt2": byte-level BPE with its merges, and a name for how text is split into words first. "llama":
-SentencePiece BPE, which stores a score for each piece instead of merges; a pair is merged in the order of the
-score of what it becomes, so the merges are every way to put a piece together, best score first.
+Three kinds. "gpt2": byte-level BPE with its merges, and a name for how text is split into words first. "llama" and
+"t5": SentencePiece's BPE and unigram, with a score for each piece (sentencepiece.py).
 
 Only word splits are known whose definition in the model's own tokenizer.json is known; another name is refused,
 because a wrong split gives tokens that the model never saw.
@@ -18,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader
+from headrace.text.sentencepiece import CONTROL, NORMAL, USER_DEFINED, SentencePieces, build_backend
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -35,7 +35,6 @@ _WORD_SPLITS = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
 }
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _ADVICE = "Name a directory with the model's tokenizer.json: --tokenizer DIRECTORY."
 
 
@@ -47,11 +46,13 @@ def backend_from_gguf(path: Path, header: GGUFHeader) -> tuple[Any, bool]:
     metadata = header.metadata
     model = metadata.get("tokenizer.ggml.model")
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if model not in ("gpt2", "llama"):
-        raise ConfigError(f"{path}: the GGUF tokenizer {model!r} is not supported; known are gpt2, llama. {_ADVICE}")
+    if model not in ("gpt2", "llama", "t5"):
+        raise ConfigError(
+            f"{path}: the GGUF tokenizer {model!r} is not supported; known are gpt2, llama and t5. {_ADVICE}"
+        )
     if not isinstance(tokens, list) or not tokens:
         raise ConfigError(f"{path} has no tokenizer.ggml.tokens. {_ADVICE}")
-    kinds: list[int] = types if isinstance(types, list) and len(types) == len(tokens) else [_NORMAL] * len(tokens)
+    kinds: list[int] = types if isinstance(types, list) and len(types) == len(tokens) else [NORMAL] * len(tokens)
     vocab: dict[str, int] = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ConfigError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary appear twice. {_ADVICE}")
@@ -62,10 +63,6 @@ def backend_from_gguf(path: Path, header: GGUFHeader) -> tuple[Any, bool]:
         raise
     except Exception as error:
         raise ConfigError(f"{path}: the vocabulary and merges do not fit together: {error}. {_ADVICE}") from error
-    special = (_CONTROL, _UNKNOWN) if model == "llama" else (_CONTROL,)
-    named = list(zip(tokens, kinds, strict=True))
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in named if k in special])
-    backend.add_tokens([AddedToken(t, normalized=False) for t, k in named if k == _USER_DEFINED])
     return backend, bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
 
 
@@ -83,6 +80,9 @@ def _byte_level(path: Path, metadata: dict[str, object], vocab: dict[str, int], 
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
+    named = [(token, kinds[token_id]) for token, token_id in vocab.items()]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in named if k == CONTROL])
+    backend.add_tokens([AddedToken(t, normalized=False) for t, k in named if k == USER_DEFINED])
     return backend, split == "llama3"
 
 
@@ -107,28 +107,15 @@ def _sentencepiece(
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
         raise ConfigError(f"{path} has no score for each token (tokenizer.ggml.scores). {_ADVICE}")
-    ranked: list[tuple[float, str, str]] = []
-    for piece, token_id in vocab.items():
-        if kinds[token_id] == _NORMAL:
-            for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in vocab and right in vocab:
-                    ranked.append((scores[token_id], left, right))
-    # A stable sort: ways to the same piece keep their order, shortest left part first.
-    ranked.sort(key=lambda entry: -entry[0])
-    unknown = next((piece for piece, token_id in vocab.items() if kinds[token_id] == _UNKNOWN), None)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(left, right) for _, left, right in ranked],
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback="<0x00>" in vocab,
-        )
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
+    unigram = metadata.get("tokenizer.ggml.model") == "t5"
+    source = SentencePieces(
+        model="unigram" if unigram else "bpe",
+        pieces=list(vocab),
+        scores=[float(score) for score in scores],
+        kinds=kinds,
+        charsmap=bytes(value & 0xFF for value in charsmap) if isinstance(charsmap, list) else b"",
+        space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        one_space=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", unigram)),
     )
-    spaces = normalizers.Replace(" ", "▁")
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*chain, decoders.Strip(" ", 1, 0)] if prefix else chain)
-    return backend, True
+    return build_backend(source), not unigram

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a tokenizer.json or from the vocabulary inside a GGUF file.
+"""Text to token ids and back, from a tokenizer.json, a tokenizer.model or the vocabulary inside a GGUF file.
 
 Encoding is the `tokenizers` library's. Decoding is ours, because a stream needs it exactly: every token is a
 fixed string of bytes (`token_bytes`), and text is those bytes joined and decoded as UTF-8. Two spellings of
@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
+from tokenizers import AddedToken
 
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader, read_gguf
 from headrace.config.gguf_model import end_token_ids
 from headrace.config.model_files import ModelFiles, read_json_object
 from headrace.text.gguf_vocabulary import backend_from_gguf
+from headrace.text.sentencepiece import build_backend, read_sentencepiece
 
 LONG_TEXT_CHARS = 20_000
 """Longer texts take so long that they belong into a thread, and let the others run; shorter ones are done sooner than
@@ -90,7 +92,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, files: ModelFiles, override: Path | None = None) -> Tokenizer:
-        """The model's tokenizer, or the one at `override` (a directory, a tokenizer.json or a GGUF file).
+        """The model's tokenizer, or the one at `override`: a directory, a tokenizer.json or .model, or a GGUF file.
 
         Raises ConfigError naming the file looked for, or a kind of tokenizer that is not known.
         """
@@ -203,12 +205,13 @@ def _spelling(backend: Any, name: str) -> tuple[Literal["byte-level", "sentencep
 def _from_json(path: Path, model_eos: tuple[int, ...]) -> _Source:
     """A tokenizer.json with the tokenizer_config.json beside it."""
     file = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix == ".model" or (not file.exists() and (file.parent / "tokenizer.model").exists()):
+        return _from_sentencepiece(file.parent / "tokenizer.model" if path.suffix != ".model" else path, model_eos)
     if not file.exists():
-        old = [n for n in ("tokenizer.model", "vocab.json") if (file.parent / n).exists()]
         hint = (
-            f" It has {old[0]} instead; make one with `transformers.AutoTokenizer.from_pretrained(DIR)"
+            " It has vocab.json instead; make one with `transformers.AutoTokenizer.from_pretrained(DIR)"
             ".save_pretrained(DIR)`."
-            if old
+            if (file.parent / "vocab.json").exists()
             else " Name another tokenizer with --tokenizer DIRECTORY."
         )
         raise ConfigError(f"{file} does not exist, and the tokenizer is read from it.{hint}")
@@ -216,18 +219,71 @@ def _from_json(path: Path, model_eos: tuple[int, ...]) -> _Source:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
         raise ConfigError(f"{file} is not a tokenizer.json that can be read: {error}.") from error
-    config_file = file.parent / "tokenizer_config.json"
-    config = read_json_object(config_file) if config_file.exists() else {}
-    map_file = file.parent / "special_tokens_map.json"
-    named = {**(read_json_object(map_file) if map_file.exists() else {}), **config}
+    config = _json_beside(file, "tokenizer_config.json")
+    adds_bos = config.get("add_bos_token")
+    special_tokens = _special_tokens(file, config)
+    return _Source(backend, special_tokens, adds_bos if isinstance(adds_bos, bool) else None, model_eos)
+
+
+def _from_sentencepiece(file: Path, model_eos: tuple[int, ...]) -> _Source:
+    """A tokenizer.model with the tokenizer_config.json and added_tokens.json beside it.
+
+    It adds the beginning-of-sequence token unless the configuration says no. `legacy: false` there means that
+    only the beginning of a text gets a space before it, not also what follows a special token.
+    """
+    pieces = read_sentencepiece(file)
+    config = _json_beside(file, "tokenizer_config.json")
+    first_only = pieces.space_prefix and config.get("legacy") is False
+    try:
+        backend = build_backend(pieces, "first" if first_only else None)
+    except Exception as error:
+        raise ConfigError(f"{file}: its pieces do not fit together: {error}.") from error
+    for token_id, token in sorted(_added_tokens(file, config).items()):
+        if backend.token_to_id(token.content) not in (None, token_id):
+            raise ConfigError(f"{file}: {token.content!r} is a piece of it, but is to be added as token {token_id}.")
+        backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise ConfigError(
+                f"{file}: {token.content!r} is to be added as token {token_id}, which leaves a gap after the "
+                f"{len(pieces.pieces):,} pieces: tokens before it are missing."
+            )
+    ids = (pieces.bos_id, pieces.eos_id, pieces.unk_id, pieces.pad_id)
+    roles = zip(_SPECIAL_NAMES, ids, strict=True)
+    own = {role: pieces.pieces[token_id] for role, token_id in roles if token_id is not None}
+    return _Source(
+        backend, {**own, **_special_tokens(file, config)}, config.get("add_bos_token") is not False, model_eos
+    )
+
+
+def _added_tokens(file: Path, config: Mapping[str, object]) -> dict[int, AddedToken]:
+    """Tokens beyond the pieces, from added_tokens.json and the newer `added_tokens_decoder`."""
+    added: dict[int, AddedToken] = {}
+    for content, token_id in _json_beside(file, "added_tokens.json").items():
+        if isinstance(token_id, int):
+            added[token_id] = AddedToken(content, normalized=False, special=True)
+    decoder = config.get("added_tokens_decoder")
+    for key, entry in (decoder if isinstance(decoder, dict) else {}).items():
+        if str(key).isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            flags = {name: bool(entry.get(name)) for name in ("lstrip", "rstrip", "single_word", "special")}
+            added[int(key)] = AddedToken(entry["content"], normalized=False, **flags)
+    return added
+
+
+def _json_beside(file: Path, name: str) -> dict[str, object]:
+    beside = file.parent / name
+    return read_json_object(beside) if beside.exists() else {}
+
+
+def _special_tokens(file: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """The special tokens by role, the configuration's before those of special_tokens_map.json."""
+    named = {**_json_beside(file, "special_tokens_map.json"), **config}
     special_tokens: dict[str, str] = {}
     for role in _SPECIAL_NAMES:
         value = named.get(role)
         content = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(content, str):
             special_tokens[role] = content
-    adds_bos = config.get("add_bos_token")
-    return _Source(backend, special_tokens, adds_bos if isinstance(adds_bos, bool) else None, model_eos)
+    return special_tokens
 
 
 def _from_gguf(path: Path, header: GGUFHeader, model_eos: tuple[int, ...]) -> _Source:

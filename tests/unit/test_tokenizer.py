@@ -212,7 +212,7 @@ def test_a_tokenizer_json_can_be_named_itself(files: ModelFiles, tmp_path: Path)
     ("spoil", "complaint"),
     [
         (lambda p: None, r"tokenizer\.json does not exist"),
-        (lambda p: (p / "tokenizer.model").touch(), r"It has tokenizer\.model instead"),
+        (lambda p: (p / "tokenizer.model").touch(), r"tokenizer\.model is not a SentencePiece model"),
         (lambda p: (p / "tokenizer.json").write_text("{}"), "is not a tokenizer.json that can be read"),
     ],
 )
@@ -337,7 +337,7 @@ def test_an_added_token_beyond_the_model_s_rows_is_refused_in_a_text_alone(files
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "t5"}, "GGUF tokenizer 't5' is not supported; known are gpt2, llama"),
+        ({"model": "bert"}, "GGUF tokenizer 'bert' is not supported; known are gpt2, llama and t5"),
         ({"model": "llama"}, "has no score for each token"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported; known are gpt-2, smollm"),
         ({"pre": None}, "pre-tokenizer None"),
