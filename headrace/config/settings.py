@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+SCORED_ROWS_PER_STEP = 64
+"""Prompt tokens that a step gives log-probabilities of, at most: each takes a row of logits, wide as the vocabulary."""
+
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the core process needs. Sent to it as one msgpack message on its standard input.

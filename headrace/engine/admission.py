@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.config.settings import SCORED_ROWS_PER_STEP
 from headrace.protocol.ipc import AddRequest
 
 RefusalCode = Literal["invalid_request", "context_length_exceeded", "kv_cache_too_small", "queue_full"]
@@ -18,7 +19,8 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes in tokens, blocks and seconds. `step_time_target_s` bounds steps in which prefill joins decodes."""
+    """Sizes in tokens, blocks and seconds. `step_time_target_s` bounds steps in which prefill joins decodes,
+    `max_scored_rows` the prompt tokens that one step gives log-probabilities of."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,9 +32,11 @@ class SchedulerSettings:
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int = 1024
     step_time_target_s: float = 0.1
+    max_scored_rows: int = SCORED_ROWS_PER_STEP
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "block_size"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "block_size")
+        for name in (*sizes, "max_scored_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 

@@ -13,8 +13,6 @@ from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 
 MIN_CHUNK_TOKENS = TILE_ROWS // 2
 """What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
-MAX_SCORED_ROWS = 2 * TILE_ROWS
-"""Prompt tokens that one step scores at most: each takes a row of logits, as wide as the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -25,9 +23,9 @@ class Draft:
     """Tokens left of the budget."""
     target_s: float
     """What the step may take while decodes ride in it."""
-    load: StepLoad = field(default_factory=StepLoad)
-    scored_room: int = MAX_SCORED_ROWS
+    scored_room: int
     """Rows left for log-probabilities of prompt tokens."""
+    load: StepLoad = field(default_factory=StepLoad)
     num_decodes: int = 0
     num_prefills: int = 0
     preempted: bool = False

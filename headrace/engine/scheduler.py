@@ -180,7 +180,8 @@ class Scheduler:
 
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
-        draft = Draft(self.settings.max_num_batched_tokens, self.settings.step_time_target_s)
+        settings = self.settings
+        draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
         self._serve_decodes(draft)
         draft.target_s = self._chunks.target_s(draft)
         self._serve_prefills(draft)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from headrace.config.errors import ConfigError
 from headrace.config.model import ModelConfig
-from headrace.config.settings import EngineSettings
+from headrace.config.settings import SCORED_ROWS_PER_STEP, EngineSettings
 
 GIB = 1 << 30
 
@@ -148,7 +148,7 @@ def step_buffer_bytes(config: ModelConfig, num_tokens: int, num_seqs: int) -> in
     heads = (config.num_heads + 2 * config.num_kv_heads + config.num_heads) * config.head_dim
     routed = config.num_experts_per_token * (config.hidden_size + 3 * config.expert_intermediate_size)
     row = 2 * config.hidden_size + max(heads, 3 * config.intermediate_size, routed)
-    logits = 3 * num_seqs * config.vocab_size
+    logits = 3 * max(num_seqs, SCORED_ROWS_PER_STEP) * config.vocab_size
     return 4 * (num_tokens * row + logits)
 
 

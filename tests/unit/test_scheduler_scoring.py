@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from headrace.engine.draft import MAX_SCORED_ROWS
+from headrace.config.settings import SCORED_ROWS_PER_STEP as MAX_SCORED_ROWS
 from headrace.engine.scheduler import MOST_OVERTAKEN, Scheduler, SchedulerSettings
 from headrace.protocol.ipc import RepetitionDetection
 from tests.paged_oracle import Engine

@@ -45,6 +45,7 @@ arrivals = st.builds(
             "cache_salt": st.sampled_from([None, None, "a", "b"]),
             "stop_token_ids": st.sampled_from([(), (3, 4, 5), tuple(range(0, 50, 4))]),
             "min_tokens": st.sampled_from([0, 0, 3]),
+            "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         }
     ),
     abort=st.one_of(st.none(), st.none(), st.tuples(st.integers(0, 12), st.sampled_from([None, 0, 1]))),
@@ -66,6 +67,7 @@ def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         step_time_target_s=draw(st.sampled_from([1e-6, 0.02, 10.0])),
+        max_scored_rows=draw(st.sampled_from([1, 5, 64])),
     )
 
 
@@ -99,6 +101,15 @@ def play(config: SchedulerSettings, trace: list[Arrival], depth: int) -> tuple[E
     return engine, aborted
 
 
+def assert_prompt_scored_once(engine: Engine, name: str, finished: bool) -> None:
+    """Whoever of the request's sequences computed it, however often: every token's score came once, in order."""
+    message = engine.requests[name]
+    outputs = [output for index in range(message.params.n) for output in engine.outputs.get((name, index), [])]
+    scored = [report.token_id for output in outputs for report in output.prompt_logprobs or ()]
+    wanted = message.token_ids[1:] if message.params.prompt_logprobs is not None else []
+    assert scored == (wanted if finished else wanted[: len(scored)])
+
+
 @settings(traces, max_examples=200)
 @given(scheduler_settings(), st.lists(arrivals, min_size=1, max_size=10), st.sampled_from([1, 1, 2, 3]))
 def test_whatever_happens_everyone_gets_the_tokens_it_would_get_alone(
@@ -107,6 +118,8 @@ def test_whatever_happens_everyone_gets_the_tokens_it_would_get_alone(
     engine, aborted = play(config, trace, depth)
     engine.assert_nothing_left()
     for name, message in engine.requests.items():
+        everybody = not any((name, index) in aborted for index in range(message.params.n))
+        assert_prompt_scored_once(engine, name, everybody)
         for index in range(message.params.n):
             expected, outputs = expected_tokens(message, index), engine.outputs.get((name, index), [])
             if (name, index) in aborted:
@@ -127,6 +140,7 @@ def test_no_step_exceeds_its_budgets(config: SchedulerSettings, trace: list[Arri
     for plan in engine.plans:
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.steps) <= config.max_running
+        assert sum(step.num_scored for step in plan.steps) <= config.max_scored_rows
 
 
 @settings(traces, max_examples=60)
