@@ -54,6 +54,7 @@ class RequestRecord:
     first_token: float | None = None
     last_token: float = 0.0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
     """For each sequence that has tokens: how many, and when the last one came."""
 
@@ -148,6 +149,7 @@ class EngineMetrics:
             buckets = one_two_five(info.max_model_len)
             for name, text in (
                 ("request_prompt_tokens", "Prompt tokens of a request."),
+                ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache."),
                 ("request_generation_tokens", "Generated tokens of a request."),
                 ("request_max_num_generation_tokens", "Generated tokens of a request's longest sequence."),
                 ("request_params_max_tokens", "The max_tokens of a request."),
@@ -169,6 +171,7 @@ class EngineMetrics:
                 record.queue_s = output.queue_s
                 self._first_token.observe(now - record.arrived)
                 self.prompt_tokens += record.num_prompt_tokens
+                record.num_cached_tokens = output.num_cached_tokens
                 self._cached_tokens += output.num_cached_tokens
             generated, last = record.sequences.get(output.index, (0, now))
             if generated:
@@ -195,6 +198,9 @@ class EngineMetrics:
             self._lengths["request_params_max_tokens"].observe(record.params.max_tokens)
         if record.first_token is None:
             return
+        if self._lengths:
+            computed = record.num_prompt_tokens - record.num_cached_tokens
+            self._lengths["request_prefill_kv_computed_tokens"].observe(computed)
         decode_s = record.last_token - record.first_token
         prefill_s = record.first_token - record.arrived - record.queue_s
         self._queue.observe(record.queue_s)
@@ -270,6 +276,13 @@ class EngineMetrics:
         by_source.add_metric((*self._labels, "local_compute"), self.prompt_tokens - self._cached_tokens)
         by_source.add_metric((*self._labels, "local_cache_hit"), self._cached_tokens)
         yield by_source
+        cached_by_source = CounterMetricFamily(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens by the cache they came from.",
+            labels=(*LABELS, "source"),
+        )
+        cached_by_source.add_metric((*self._labels, "local_cache_hit"), self._cached_tokens)
+        yield cached_by_source
         yield self._counter("generation_tokens", "Generated tokens.", self.generation_tokens)
         if self._cache_labels:
             names = list(self._cache_labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -28,13 +30,26 @@ def model(tmp_path_factory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"), max_positions=2048)
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    for process in Running.started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for part in (*process.children(recursive=True), process):
+                part.kill()
+    Running.started.clear()
+
+
 class Running:
+    started: ClassVar[list[psutil.Popen]] = []
+
     def __init__(self, model: Path, log: Path, port: int | None = None, flags: list[str] = KV_CACHE) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         argv = [str(HEADRACE), "serve", str(model), "--served-model-name", "tiny", "--port", str(self.port), *flags]
         self.process = psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+        self.started.append(self.process)
 
     def log(self) -> str:
         return self._log.read_text()

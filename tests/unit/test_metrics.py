@@ -66,6 +66,8 @@ def test_names_of_both_generations_are_there_from_the_start(metrics):
         "vllm:request_params_n_bucket", "vllm:time_to_first_token_seconds_bucket",
         "vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
         "vllm:request_time_per_output_token_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_by_source_total", "vllm:request_num_preemptions_bucket",
+        "vllm:prompt_tokens_cached_by_source_total", "vllm:request_prefill_kv_computed_tokens_bucket",
         "vllm:request_queue_time_seconds_bucket", "vllm:request_inference_time_seconds_bucket",
         "vllm:request_prefill_time_seconds_bucket", "vllm:request_decode_time_seconds_bucket",
     ):  # fmt: skip
@@ -117,6 +119,8 @@ def test_a_request_is_counted_in_every_histogram(metrics):
     assert shown["vllm:e2e_request_latency_seconds_sum"] == 2.0
     assert shown["vllm:prompt_tokens_total"] == 40
     assert shown["vllm:prompt_tokens_cached_total"] == 32
+    assert shown["vllm:prompt_tokens_cached_by_source_total{'source': 'local_cache_hit'}"] == 32
+    assert shown["vllm:request_prefill_kv_computed_tokens_sum"] == 8
     assert shown["vllm:generation_tokens_total"] == 4
     assert shown["vllm:request_success_total{'finished_reason': 'stop'}"] == 1
     assert shown["vllm:request_generation_tokens_sum"] == 4
