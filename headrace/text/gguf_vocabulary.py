@@ -23,7 +23,20 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+# Words that begin at a capital: "HelloWorld" is two.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS = {
+    "llama3": _LLAMA3_WORDS,
+    "dbrx": _LLAMA3_WORDS,
+    "qwen2": _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "gpt-4o": _CASED_WORDS,
+    "tekken": _CASED_WORDS.replace(_CONTRACTION, "").replace(r"\p{N}{1,3}", r"\p{N}"),
+}
 
 # The value of tokenizer.ggml.pre: the word split that the vocabulary was trained with.
 _WORD_SPLITS = {
@@ -34,6 +47,10 @@ _WORD_SPLITS = {
     "llama-v3": "llama3",
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
+    "dbrx": "dbrx",
+    "gpt-4o": "gpt-4o",
+    "llama4": "gpt-4o",
+    "tekken": "tekken",
 }
 _ADVICE = "Name a directory with the model's tokenizer.json: --tokenizer DIRECTORY."
 
@@ -75,7 +92,7 @@ def _byte_level(path: Path, metadata: dict[str, object], vocab: dict[str, int], 
         raise ConfigError(f"{path} has no tokenizer.ggml.merges. {_ADVICE}")
     split = _WORD_SPLITS[str(name)]
     pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split == "llama3"))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split in ("llama3", "tekken")))
     if split == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(split)
@@ -83,7 +100,7 @@ def _byte_level(path: Path, metadata: dict[str, object], vocab: dict[str, int], 
     named = [(token, kinds[token_id]) for token, token_id in vocab.items()]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in named if k == CONTROL])
     backend.add_tokens([AddedToken(t, normalized=False) for t, k in named if k == USER_DEFINED])
-    return backend, split == "llama3"
+    return backend, split in ("llama3", "tekken")
 
 
 def _pre_tokenizer(split: str) -> Any:
@@ -92,7 +109,7 @@ def _pre_tokenizer(split: str) -> Any:
     if split == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    words = Regex(_LLAMA3_WORDS if split == "llama3" else _QWEN2_WORDS)
+    words = Regex(_WORDS[split])
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(words, behavior="isolated", invert=False),

@@ -265,12 +265,27 @@ def tiny(**changes: Any) -> dict[str, Any]:
         ("llama-bpe", [b"123", b"4"]),
         ("smollm", [b"1", b"2", b"3", b"4"]),
         ("qwen2", [b"1", b"2", b"3", b"4"]),
+        ("tekken", [b"1", b"2", b"3", b"4"]),
+        ("gpt-4o", [b"123", b"4"]),
+        ("dbrx", [b"123", b"4"]),
     ],
 )
 def test_each_word_split_treats_digits_its_own_way(files: ModelFiles, pre: str, pieces: list[bytes]) -> None:
     tokenizer = Tokenizer.load(gguf_files(files, **tiny(pre=pre)))
     ids = tokenizer.encode("1234", add_special_tokens=False)
     assert [tokenizer.token_bytes(i) for i in ids] == pieces
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "dbrx"])
+def test_word_splits_are_those_that_transformers_knows(pre: str) -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    from headrace.text.gguf_vocabulary import _WORD_SPLITS, _WORDS
+
+    words = pre_tokenizers.Split(tokenizers.Regex(_WORDS[_WORD_SPLITS[pre]]), behavior="isolated")
+    theirs = pre_tokenizers.Split(tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), behavior="isolated")
+    text = "It's HelloWORLDs don'T 12345 x/y\n\n  tab\t你好 Größe ÉCOLE e\u0301 😀!?\r\n/ end  "
+    assert words.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 def test_llama3_adds_bos_unless_the_file_says_no(files: ModelFiles) -> None:
@@ -339,7 +354,7 @@ def test_an_added_token_beyond_the_model_s_rows_is_refused_in_a_text_alone(files
     [
         ({"model": "bert"}, "GGUF tokenizer 'bert' is not supported; known are gpt2, llama and t5"),
         ({"model": "llama"}, "has no score for each token"),
-        ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported; known are gpt-2, smollm"),
+        ({"pre": "jais"}, "pre-tokenizer 'jais' is not supported; known are gpt-2, smollm"),
         ({"pre": None}, "pre-tokenizer None"),
         ({"merges": None}, r"has no tokenizer\.ggml\.merges"),
         ({"tokens": None}, r"has no tokenizer\.ggml\.tokens"),
