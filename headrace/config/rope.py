@@ -36,7 +36,8 @@ def read_rope(raw: Mapping[str, object], source: str, *, head_dim: int, max_posi
     """Raises ConfigError for a type of scaling that is not known and for numbers that are missing or cannot be."""
     scaling: dict[str, object] = {}
     local: dict[str, object] = {}
-    for key in ("rope_scaling", "rope_parameters"):
+    # A file has one of the two; with both, the old one was asked for on the command line.
+    for key in ("rope_parameters", "rope_scaling"):
         part = raw.get(key)
         if part is None:
             continue

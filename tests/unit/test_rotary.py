@@ -78,6 +78,13 @@ def test_a_scaling_says_how_long_a_text_may_be() -> None:
     assert longest(dict(CASES["longrope"]), max_position_embeddings=512) == 512
 
 
+def test_a_scaling_asked_for_replaces_the_file_s_own_in_either_spelling() -> None:
+    new = {"rope_type": "default", "rope_theta": 7.0}
+    config = model_config(raw(dict(CASES["yarn"]), rope_parameters=new), "config.json")
+    assert (config.rope_theta, config.max_position_embeddings) == (7.0, 512)
+    assert (config.rope_scaling or {})["rope_type"] == "yarn"
+
+
 def test_part_of_a_head_turns() -> None:
     config = model_config(raw({"rope_type": "default"}, partial_rotary_factor=0.5), "config.json")
     assert config.rotary_dim == 8
