@@ -168,14 +168,16 @@ def make_app(
     generation_config: dict[str, object] | None = None,
     policy: str = "fcfs",
     seed: int | None = None,
+    own_tokenizer: Tokenizer | None = None,
 ) -> App:
+    text = own_tokenizer or tokenizer()
     source = model_files().chat_template if template == "the model's" else template
     return create_app(
         settings or server_settings(),
         EngineSettings(model=MODEL_PATH, scheduling_policy=policy, seed=seed),  # type: ignore[arg-type]
         engine,
-        tokenizer(),
-        None if source is None else ChatTemplate(source, tokenizer().special_tokens),
+        text,
+        None if source is None else ChatTemplate(source, text.special_tokens),
         generation_config=generation_config or {},
         metrics=EngineMetrics(MODEL),
     )

@@ -12,7 +12,7 @@ from headrace.server.generation import GenerationRequest, generate
 from headrace.server.http import Exchange
 from headrace.server.replies import Tally, reply, stream_options
 from headrace.server.requests import log_request, read_request
-from headrace.server.serving import Serving
+from headrace.server.serving import Serving, refused_text
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.prompt_scores import PromptTokens
 
@@ -127,7 +127,8 @@ async def prompt_of(
             )
         except ValueError as error:
             raise errors.chat_template_failed(str(error)) from None
-        return tokenizer.encode(text, True) if add_special_tokens else tokenizer.encode_chat(text)
+        with refused_text("messages"):
+            return tokenizer.encode(text, True) if add_special_tokens else tokenizer.encode_chat(text)
 
     return await serving.aside(num_chars if own_template is None else None, work)
 

@@ -76,6 +76,15 @@ class ModelNames:
             raise errors.model_not_found(name, self.served)
 
 
+@contextmanager
+def refused_text(param: str) -> Iterator[None]:
+    """What the tokenizer cannot take inside is the request's fault: ApiError (400) naming the field."""
+    try:
+        yield
+    except ValueError as error:
+        raise errors.invalid_value(param, f"`{param}` cannot be read: {error}.") from None
+
+
 class Serving:
     def __init__(
         self,
@@ -130,7 +139,7 @@ class Serving:
 
     def limits(self) -> ModelLimits:
         tokenizer, longest = self.tokenizer, self.ready_info().max_model_len
-        return ModelLimits(longest, tokenizer.vocab_size, tokenizer.eos_token_ids, self.settings.max_logprobs)
+        return ModelLimits(longest, tokenizer.usable_vocab_size, tokenizer.eos_token_ids, self.settings.max_logprobs)
 
     def priority(self, fields: SamplingFields) -> int:
         """Raises ApiError (400) when the scheduler does not look at priorities."""
@@ -148,7 +157,13 @@ class Serving:
         return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.names.primary, fingerprint)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self.aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+        """Raises ApiError (400) for a text that holds a token the model lacks."""
+
+        def work() -> list[int]:
+            with refused_text("prompt"):
+                return self.tokenizer.encode(text, add_special_tokens)
+
+        return await self.aside(len(text), work)
 
     async def aside(self, num_chars: int | None, work: Callable[[], T]) -> T:
         """Run `work` here when it is short, in a thread when it would (or, with None, might) hold up the others."""
@@ -181,7 +196,12 @@ class Serving:
         words = check_bad_words(fields.bad_words)
         if not words:
             return ()
-        return await self.aside(sum(map(len, words)), lambda: bad_word_tokens(self.tokenizer, words))
+
+        def work() -> WordTokens:
+            with refused_text("bad_words"):
+                return bad_word_tokens(self.tokenizer, words)
+
+        return await self.aside(sum(map(len, words)), work)
 
     def truncated(self, token_ids: list[int], fields: SamplingFields, max_tokens: int) -> list[int]:
         """The prompt as `truncate_prompt_tokens` leaves it. Raises ApiError (400)."""

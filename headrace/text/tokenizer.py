@@ -84,6 +84,8 @@ class Tokenizer:
                 f"{name}: the tokenizer has {base_size:,} tokens, the model only {model_rows:,}: they do not belong "
                 "together. Name the model's own tokenizer, or leave --tokenizer out."
             )
+        self.usable_vocab_size: int = min(self.vocab_size, model_rows)
+        """Ids below it have a row in the model; an added token may lie beyond."""
         self._model_rows = model_rows if self.vocab_size > model_rows else None
         start = backend.encode("", add_special_tokens=True).ids
         self._backend_adds_bos = self.bos_token_id is not None and start[:1] == [self.bos_token_id]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from headrace.config.errors import ConfigError
 from headrace.protocol import errors, ipc
+from headrace.text.tokenizer import Tokenizer
 from tests.scripted_engine import (
     MODEL,
     MODEL_PATH,
@@ -20,8 +24,10 @@ from tests.scripted_engine import (
     events,
     listening,
     make_app,
+    model_files,
     server_settings,
 )
+from tests.small_models import write_byte_tokenizer
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 KEY = "sk-local-0123456789"
@@ -470,3 +476,34 @@ async def test_one_prompt_of_several_that_fails_ends_the_others_in_the_engine() 
     answer = await ask(engine, path="/v1/completions", prompt=["a", "b", "c"])
     assert answer.status_code == 500
     assert not engine.running
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "a<|im_end|>"}, "prompt"),
+        ("/v1/completions", {"prompt": [258]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "<|im_end|>"]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["<|im_end|>"]}, "bad_words"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"258": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": [258]}, "allowed_token_ids"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [258]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [258]}, "logprob_token_ids"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "messages"),
+        ("/tokenize", {"prompt": "<|im_end|>"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "messages"),
+    ],
+)
+async def test_a_token_that_the_model_has_no_row_for_is_the_request_s_fault(
+    tmp_path: Path, path: str, fields: dict[str, object], param: str
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    few_rows = msgspec.structs.replace(model_files().config, vocab_size=258, eos_token_ids=())
+    own_tokenizer = Tokenizer.load(dataclasses.replace(model_files(), config=few_rows), tmp_path)
+    engine = ScriptedEngine()
+    app = make_app(engine, template="{{ messages[0].content }}", own_tokenizer=own_tokenizer)
+    async with asgi_client(app) as client:
+        answer = await client.post(path, json=fields)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+    assert not engine.requests
