@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma3ForCausalLM": "gemma3",
 }
+WITH_IMAGES = {"Gemma3ForConditionalGeneration": "gemma3", "Mistral3ForConditionalGeneration": "mistral"}
+"""Models of text and images whose text part is one of the families; that part is served."""
 KNOWN_FAMILIES = tuple(ARCHITECTURES.values())
 MAX_LAYERS = 4096
 DTYPES = ("float32", "float16", "bfloat16")
@@ -74,7 +76,7 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
     Raises ConfigError for a family or feature that is not implemented and for values that cannot be.
     """
     family = _family(raw, source)
-    raw = {**_DEFAULTS[family], **raw}
+    raw = {**_DEFAULTS[family], **_text_part(raw, source)}
     fields = JsonFields(raw, source)
     hidden_size = fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
@@ -141,18 +143,29 @@ def token_ids(value: object, source: str) -> list[int]:
 
 
 def _family(raw: Mapping[str, object], source: str) -> str:
-    known = ", ".join(ARCHITECTURES)
+    known = ", ".join([*ARCHITECTURES, *WITH_IMAGES])
     architectures = raw.get("architectures")
     if isinstance(architectures, list) and architectures:
         for name in architectures:
-            if name in ARCHITECTURES:
-                return ARCHITECTURES[name]
+            if name in ARCHITECTURES or name in WITH_IMAGES:
+                return ARCHITECTURES.get(name) or WITH_IMAGES[name]
         raise ConfigError(f"{source}: the architecture {architectures[0]} is not supported; known are {known}.")
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type.removesuffix("_text") in KNOWN_FAMILIES:
         return model_type.removesuffix("_text")
     named = f"the model_type {model_type!r} is not supported" if model_type else "it names no architecture"
     raise ConfigError(f"{source}: {named}; known architectures are {known} (families {', '.join(KNOWN_FAMILIES)}).")
+
+
+def _text_part(raw: Mapping[str, object], source: str) -> dict[str, object]:
+    """The description of the text part, which in a model of text and images is an object of its own; what stands
+    outside it (all end tokens, the dtype, overrides) wins."""
+    text = raw.get("text_config")
+    if text is None:
+        return dict(raw)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{source}: text_config is {text!r}, not an object.")
+    return {**text, **{name: value for name, value in raw.items() if value is not None or name not in text}}
 
 
 def _check_features(raw: Mapping[str, object], family: str, source: str) -> None:

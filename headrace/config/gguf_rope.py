@@ -52,11 +52,18 @@ def rope_scaling(
         "rope_type": scaling,
         "factor": factor,
         "original_max_position_embeddings": original,
-        "attention_factor": key("rope.scaling.yarn_attn_factor"),
+        "attention_factor": _yarn_attention_factor(key("rope.scaling.yarn_attn_factor"), factor),
         "beta_fast": key("rope.scaling.yarn_beta_fast"),
         "beta_slow": key("rope.scaling.yarn_beta_slow"),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _yarn_attention_factor(stored: object, factor: object) -> float | None:
+    """The file's number multiplies yarn's own factor; None where it changes nothing."""
+    if not isinstance(stored, int | float) or not isinstance(factor, int | float) or stored == 1 or factor <= 1:
+        return None
+    return stored * (0.1 * math.log(factor) + 1)
 
 
 def _factors(path: Path, header: GGUFHeader, name: str) -> list[float]:

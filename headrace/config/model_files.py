@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -128,7 +128,7 @@ def _open_directory(path: Path, overrides: Mapping[str, object]) -> ModelFiles:
         raise ConfigError(_no_config_message(path))
     generation_config = _optional_json(path / "generation_config.json")
     tokenizer_config = _optional_json(path / "tokenizer_config.json")
-    tensors = _safetensors(path)
+    tensors = _text_tensors(_safetensors(path))
     raw = _merged(read_json_object(config_path), overrides)
     if not raw.get("dtype") and not raw.get("torch_dtype"):
         raw["dtype"] = _stored_dtype(tensors)
@@ -198,6 +198,17 @@ def _safetensors(path: Path) -> dict[str, TensorInfo]:
                 tensor.name, tensor.shape, tensor.dtype, path / name, tensor.offset, tensor.num_bytes
             )
     return tensors
+
+
+def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Of a model of text and images the text part, under the names that it has alone; other models as they are."""
+    renamed: dict[str, TensorInfo] = {}
+    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
+        found = {own + name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
+        renamed |= {name: replace(info, name=name) for name, info in found.items()}
+    if not renamed:
+        return tensors
+    return {**{name: info for name, info in tensors.items() if name == "lm_head.weight"}, **renamed}
 
 
 def _check_tensors(path: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], dtypes: tuple[str, ...]) -> None:

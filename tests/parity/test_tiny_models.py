@@ -181,6 +181,28 @@ def test_hidden_states_and_logits_equal_transformers_in_float32(name: str, tmp_p
     np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_of_a_model_of_text_and_images_the_text_part_is_served(family: str, tmp_path: Path) -> None:
+    text = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "sliding_window": 40}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 8, "head_dim": 8}
+    text_type, vision_type = {"Gemma3": ("gemma3_text", "siglip_vision_model"), "Mistral3": ("mistral", "pixtral")}[
+        family
+    ]
+    config = getattr(transformers, f"{family}Config")(
+        text_config={"model_type": text_type, **text}, vision_config={"model_type": vision_type, **vision}
+    )
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    ids = tokens(70)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+    (logits,) = Served(tmp_path).logits([(ids, 0, 70, 0)])
+    np.testing.assert_allclose(logits.numpy(), expected.numpy(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
     oracle = write(tmp_path, "Llama", "bfloat16", {})

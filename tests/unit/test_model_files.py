@@ -414,6 +414,36 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path: Path) -> None:
         open_model(write_gguf(tmp_path / "n.gguf", rope_factors=factors + np.linspace(0, 1, 8)))
 
 
+def test_yarn_is_read_from_a_gguf_file_s_metadata(tmp_path: Path) -> None:
+    keys: dict[str, int | str | float] = {"type": "yarn", "factor": 4.0, "original_context_length": 256}
+    found = []
+    for more in ({}, {"yarn_attn_factor": 1.0, "yarn_beta_fast": 16.0}, {"yarn_attn_factor": 2.0}):
+        metadata = {f"llama.rope.scaling.{name}": value for name, value in {**keys, **more}.items()}
+        config = open_model(write_gguf(tmp_path / "m.gguf", metadata=metadata)).config
+        assert config.max_position_embeddings == 1024
+        found.append(config.rope_scaling)
+    plain = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    own_factor = 0.1 * np.log(4) + 1
+    assert found == [plain, {**plain, "beta_fast": 16.0}, {**plain, "attention_factor": pytest.approx(2 * own_factor)}]
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_model_of_text_and_images_the_text_part_is_described(tmp_path: Path, prefix: str) -> None:
+    text = {**LLAMA, "architectures": None, "eos_token_id": 1, "sliding_window": None}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "eos_token_id": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = {
+        n.replace("model.", prefix, 1): a for n, a in arrays(tensor_shapes(LLAMA)).items() if n != "lm_head.weight"
+    }
+    head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
+    stored |= {head: np.zeros((96, 64), np.float32), "vision_tower.conv.weight": np.zeros((5, 5), np.float32)}
+    save_file(stored, tmp_path / "model.safetensors")
+    files = open_model(tmp_path, {"rope_theta": 7.0})
+    assert (files.config.family, files.config.eos_token_ids, files.config.rope_theta) == ("mistral", (2, 3), 7.0)
+    assert files.tensors.keys() == needed_tensors(files.config).keys()
+    assert all(name == info.name for name, info in files.tensors.items())
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
