@@ -5,7 +5,9 @@ field by field, because that is all that is wanted of it. Two models exist. BPE:
 score of what it becomes, so the merges are every way to put a piece together, best score first. Unigram: of all
 ways to cut a text the one with the highest sum of scores.
 
-One difference is known: a unigram vocabulary with bytes takes a text that spells a byte's piece ("<0x41>") for it.
+Known differences: a unigram vocabulary with bytes takes a text that spells a byte's piece ("<0x41>") for it; and where
+pieces of spaces only were defined by hand, a run of spaces may be cut elsewhere, unless the model is BPE and puts no
+space before a text, as Gemma's.
 """
 
 from __future__ import annotations
@@ -112,7 +114,12 @@ def build_backend(source: SentencePieces, prefix: Prefix | None = None) -> Any:
     named = list(zip(pieces, kinds, strict=True))
     special = [AddedToken(t, special=True, normalized=False) for t, k in named if k in (CONTROL, UNKNOWN)]
     backend.add_special_tokens(special)
-    backend.add_tokens([AddedToken(t, normalized=False) for t, k in named if k == USER_DEFINED])
+    own = [token for token, kind in named if kind == USER_DEFINED]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in own if "▁" not in token])
+    if source.model == "bpe" and prefix == "never":
+        # Runs of spaces (Gemma has them) are found once a text's spaces have become marks. Not so with a prefix,
+        # which would be put before these tokens too; there they are merged as other pieces are.
+        backend.add_tokens([AddedToken(token, normalized=True) for token in own if "▁" in token])
     return backend
 
 
@@ -120,7 +127,9 @@ def _merges(source: SentencePieces) -> list[tuple[str, str]]:
     known = set(source.pieces)
     ranked: list[tuple[float, str, str]] = []
     for piece, score, kind in zip(source.pieces, source.scores, source.kinds, strict=True):
-        if kind == NORMAL:
+        if kind == USER_DEFINED and "▁" in piece:
+            score = float(len(piece))  # before all others, whose scores are not above 0, and the longest first
+        if kind == NORMAL or (kind == USER_DEFINED and "▁" in piece):
             for cut in range(1, len(piece)):
                 left, right = piece[:cut], piece[cut:]
                 if left in known and right in known:

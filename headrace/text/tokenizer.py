@@ -176,7 +176,9 @@ class Tokenizer:
 
     def _spelled(self, token_id: int) -> bytes:
         if token_id in self._added:
-            return self._added[token_id].encode()
+            content = self._added[token_id]
+            marks = self._spelling == "sentencepiece" and token_id not in self._special
+            return (content.replace("▁", " ") if marks else content).encode()
         token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         if token is None:
             return b""

@@ -1,5 +1,5 @@
 """SentencePiece vocabularies from a tokenizer.model, a GGUF file or a tokenizer.json give the ids of the library that
-made them. `tests/data/sentencepiece` holds three models trained by it, and what it gives for some texts."""
+made them. `tests/data/sentencepiece` holds four models trained by it, and what it gives for some texts."""
 
 from __future__ import annotations
 
