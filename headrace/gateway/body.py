@@ -43,9 +43,12 @@ class Fields:
         return name in self._raws
 
     def value(self, name: str) -> Any:
-        """The decoded value; None where it is null or missing."""
+        """The decoded value; None where it is null or missing. Raises ApiError (400) for one that is malformed."""
         raw = self._raws.get(name)
-        return None if raw is None else _decode(raw)
+        try:
+            return None if raw is None else _decode(raw)
+        except (msgspec.MsgspecError, RecursionError):
+            return json.read_value(self._raws[name], self.raw)  # raises with the place
 
     def text(self, name: str) -> bytes:
         """The value as it stands in the text, b"" where it is missing."""

@@ -38,6 +38,8 @@ from headrace.gateway.translation import encoded
 from headrace.gateway.upstream_client import BrokenAnswer, UpstreamAnswer
 from headrace.gateway.upstream_errors import UpstreamFailure
 from headrace.protocol.errors import ApiError
+from headrace.protocol.translate.exchange import Outgoing
+from headrace.protocol.translate.translator import StreamTranslator
 
 MAX_HELD_BYTES = 256 * 1024
 DRAIN_S = 1.0
@@ -74,6 +76,8 @@ class Delivery:
         """Content has reached the client."""
         self._renaming: Renaming | None = None
         self._translator = call.translation.stream() if call.translation and request.stream else None
+        self._last_words = b""
+        """What a translator said when it failed: the events before the failure, and the client's own error event."""
 
     @property
     def model_shown(self) -> str:
@@ -92,6 +96,8 @@ class Delivery:
             return await self._whole(answer)
         kind = answer.content_type
         if kind != "text/event-stream":
+            if kind == "application/json" and self._translator is not None:
+                return await self._whole_as_stream(answer, self._translator)
             body = await answer.read_error()
             fields = upstream_errors.error_fields(body)
             if fields:
@@ -110,8 +116,8 @@ class Delivery:
 
     async def break_off(self, error: ApiError) -> None:
         """Tell the client, inside the stream that has begun, that this is not the whole answer."""
-        if self._translator is not None and not self._translator.is_done:
-            return await self.exchange.end_stream(encoded(self._translator.fail(error)))
+        if self._translator is not None:
+            return await self.exchange.end_stream(self._last_words + encoded(self._translator.fail(error)))
         watch = self.progress.watch
         await self.exchange.break_off(
             error,
@@ -185,9 +191,11 @@ class Delivery:
                 block, framer.rest = framer.rest, b""
                 exchange.mid_event = True
         if not watch.complete:
+            if block:
+                await exchange.write(block)
             raise upstream_errors.truncated(self.upstream)
         if self._translator is not None:
-            return block + encoded(self._translator.finish())
+            return block + self._translated(self._translator, self._translator.finish())
         if self.call.wire == "openai" and not watch.ended:
             return block + DONE
         return block
@@ -197,11 +205,13 @@ class Delivery:
         kept: list[bytes] = []
         for event in events(block):
             value = watch.look(event)
-            if watch.error is not None or watch.invalid is not None:
+            try:
+                self._refuse_broken(watch)
+                kept.append(self._for_client(event, value))
+            except UpstreamFailure:
                 if kept:
                     await self.exchange.write(self._renamed(b"".join(kept)))
-                self._refuse_broken(watch)
-            kept.append(self._for_client(event, value))
+                raise
         return self._renamed(b"".join(kept))
 
     def _end_of_body(self, watch: Watch, framer: Framer) -> bytes:
@@ -216,15 +226,19 @@ class Delivery:
         return self._renamed(self._for_client(event, value))
 
     def _for_client(self, event: bytes, value: dict[str, Any] | None) -> bytes:
-        translator = self._translator
-        if translator is not None:
-            sent = translator.feed(event)
-            if translator.error is not None:
-                raise UpstreamFailure(translator.error)
-            return encoded(sent)
+        if self._translator is not None:
+            return self._translated(self._translator, self._translator.feed(event))
         if value is not None and not self.request.wants_usage and is_usage_only(value):
             return b""
         return event
+
+    def _translated(self, translator: StreamTranslator, sent: list[Outgoing]) -> bytes:
+        """What the translator has just said. Raises UpstreamFailure when that was that it failed."""
+        said = encoded(sent)
+        if translator.error is not None:
+            self._last_words = said
+            raise UpstreamFailure(translator.error)
+        return said
 
     def _refuse_broken(self, watch: Watch) -> None:
         if watch.error is not None:
@@ -237,15 +251,23 @@ class Delivery:
 
     # Whole answers
 
+    async def _whole_as_stream(self, answer: UpstreamAnswer, translator: StreamTranslator) -> None:
+        """A stream was asked for and a whole answer came: its events are those that the stream would have had."""
+        body, _ = await self._read_checked(answer)
+        said = self._translated(translator, translator.feed_answer(body))
+        progress, used = self.progress, translator.usage
+        progress.usage = Usage(used.input_tokens, used.output_tokens, used.cached_tokens)
+        progress.is_estimate = used.estimated
+        progress.ttft_s = time.perf_counter() - self.exchange.began_s
+        self.committed = True
+        await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
+        await self.exchange.end(said)
+
     async def _whole(self, answer: UpstreamAnswer) -> None:
-        try:
-            body = await answer.read_whole()
-        except BrokenAnswer:
-            raise upstream_errors.truncated(self.upstream) from None
-        top = self._checked(body, answer)
+        body, top = await self._read_checked(answer)
         progress = self.progress
         told = top.get("usage")
-        progress.usage = read_usage(_decode(told)) if told is not None else None
+        progress.usage = read_usage(self._value(told)) if told is not None else None
         if self.call.translation is not None:
             try:
                 body, progress.usage, progress.is_estimate = self.call.translation.answer(body)
@@ -255,10 +277,17 @@ class Delivery:
             body = Fields(body).changed({"model": self.model_shown})
         if progress.usage is None and self.request.endpoint.kind == "generate":
             inputs = self.request.facts.prompt_tokens
-            progress.usage, progress.is_estimate = Usage(inputs, estimate_tokens(answer_text(_decode(body)))), True
+            progress.usage, progress.is_estimate = Usage(inputs, estimate_tokens(answer_text(self._value(body)))), True
         self.committed = True
         passed = headers.to_client(answer.raw_headers)
         await self.exchange.answer(answer.status, body, [*passed, *self.gateway_headers])
+
+    async def _read_checked(self, answer: UpstreamAnswer) -> tuple[bytes, dict[str, msgspec.Raw]]:
+        try:
+            body = await answer.read_whole()
+        except BrokenAnswer:
+            raise upstream_errors.truncated(self.upstream) from None
+        return body, self._checked(body, answer)
 
     def _checked(self, body: bytes, answer: UpstreamAnswer) -> dict[str, msgspec.Raw]:
         """The outermost level of an answer that is what was asked for. Raises UpstreamFailure."""
@@ -270,13 +299,20 @@ class Delivery:
             described = upstream_errors.described(body, answer.headers)
             raise upstream_errors.invalid_response(self.upstream, f"{described} came with status 200") from None
         telling = ("error", "object", "code", "type", "message") if "error" in top or "object" in top else ()
-        error = upstream_errors.error_in({name: _decode(top[name]) for name in telling if name in top})
+        error = upstream_errors.error_in({name: self._value(top[name]) for name in telling if name in top})
         if error:
             raise upstream_errors.from_error_body(self.upstream, error)
         lacks = self._lacks(top)
         if lacks is not None:
             raise upstream_errors.invalid_response(self.upstream, f"its answer has no `{lacks}`")
         return top
+
+    def _value(self, text: bytes | msgspec.Raw) -> Any:
+        """A part of an answer. Raises UpstreamFailure where it is malformed though the outermost level is not."""
+        try:
+            return _decode(text)
+        except (msgspec.MsgspecError, RecursionError):
+            raise upstream_errors.invalid_response(self.upstream, "a part of its answer is not JSON") from None
 
     def _lacks(self, top: dict[str, msgspec.Raw]) -> str | None:
         name = self.request.endpoint.name

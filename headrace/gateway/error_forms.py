@@ -9,27 +9,9 @@ import msgspec
 
 from headrace.gateway.paths import ErrorForm
 from headrace.protocol.errors import ApiError
+from headrace.protocol.translate.failures import anthropic_payload, responses_error
 
 _encode = msgspec.json.Encoder().encode
-
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-
-
-def anthropic_payload(error: ApiError, request_id: str) -> dict[str, object]:
-    kind = _ANTHROPIC_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
-    inner = {"type": kind, "message": error.message, "code": error.code}
-    return {"type": "error", "error": inner, "request_id": request_id, "message": error.message}
 
 
 def body(error: ApiError, form: ErrorForm, request_id: str) -> bytes:
@@ -43,12 +25,11 @@ def in_band(
     if form == "anthropic":
         return b"event: error\ndata: " + _encode(anthropic_payload(error, request_id)) + b"\n\n"
     if form == "responses":
-        failure = {"code": error.code or "server_error", "message": error.message}
         response = {"id": response_id or f"resp_{request_id}", "object": "response", "status": "failed"}
         value = {
             "type": "response.failed",
             "sequence_number": sequence_number,
-            "response": {**response, "error": failure, "output": [], "usage": None},
+            "response": {**response, "error": responses_error(error), "output": [], "usage": None},
         }
         return b"event: response.failed\ndata: " + _encode(value) + b"\n\n"
     return b"data: " + _encode({"error": error.payload()["error"]}) + b"\n\n"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.gateway.stream import Usage, Wire
+from headrace.protocol import json
 from headrace.protocol.errors import ApiError
 from headrace.protocol.translate.events import Dialect
 from headrace.protocol.translate.exchange import Exchange, Outgoing
@@ -73,7 +74,7 @@ def translate(
 ) -> Translation:
     """Raises ApiError (400) for what the upstream's dialect has no words for."""
     sent = translate_request(
-        msgspec.json.decode(body),
+        json.read_value(body, body),
         client=_CLIENT[endpoint],
         upstream=dialect,
         model=model,

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -59,6 +59,13 @@ class Body:
         """The fields that nobody has read so far."""
         with _as_api_errors(self._body):
             return {name: msgspec.json.decode(raw) for name, raw in self._fields.items() if name not in self._read}
+
+
+def read_value(raw: bytes | msgspec.Raw, body: bytes) -> Any:
+    """The value `raw`, a part of `body` or all of it. Raises ApiError (400): what is skipped when the outermost object
+    is read may still hold bytes that are not UTF-8, or a number that is too large."""
+    with _as_api_errors(body):
+        return msgspec.json.decode(raw)
 
 
 @contextmanager

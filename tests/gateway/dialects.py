@@ -36,6 +36,12 @@ class Way:
         return f"{self.client}-{self.upstream}"
 
     @property
+    def is_translated(self) -> bool:
+        """Whether the dialects differ; an `openai` upstream of these tests has no /responses."""
+        own: Upstream = "anthropic" if self.client == "messages" else "openai"
+        return self.client == "responses" or self.upstream != own
+
+    @property
     def path(self) -> str:
         paths: Mapping[Client, str] = {
             "chat": "/v1/chat/completions",

@@ -41,6 +41,9 @@ def _fresh(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
         ("POST", CHAT, b'{"model":"a","model":"b"}', 400, "duplicate_key"),
         ("POST", CHAT, b'{"model":1}', 400, "invalid_type"),
         ("POST", CHAT, b'{"model":"fake","stream":"yes"}', 400, "invalid_type"),
+        ("POST", CHAT, b'{"model":"f\xffake","messages":[]}', 400, "invalid_json"),
+        ("POST", CHAT, b'{"model":"fake","tools":[["\xff"]]}', 400, "invalid_json"),
+        ("POST", CHAT, b'{"model":"fake","max_tokens":1e999}', 400, "invalid_value"),
         ("POST", CHAT, b'{"model":"fakee","messages":[]}', 404, "model_not_found"),
         ("POST", "/v1/chat/completion", b"{}", 404, "unknown_endpoint"),
         ("GET", CHAT, b"", 405, "method_not_allowed"),
@@ -68,6 +71,12 @@ def test_a_wrong_model_names_the_right_one(gateway: ThreadedGateway) -> None:
     ("content", "status", "kind"),
     [
         (b"{", 400, "invalid_request_error"),
+        (
+            b'{"model":"fake","max_tokens":1,"messages":[{"role":"user","content":"\xff"}]}',
+            400,
+            "invalid_request_error",
+        ),
+        (b'{"model":"fake","max_tokens":1,"messages":[],"temperature":1e999}', 400, "invalid_request_error"),
         (b'{"model":"none","max_tokens":1,"messages":[]}', 404, "not_found_error"),
     ],
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from headrace.protocol.translate.wire import Json
 from tests.gateway import replies
 from tests.gateway.dialects import WAYS, Answer, Way, ask
 from tests.gateway.fake_upstream import FakeUpstream, black_hole, refused_url
@@ -311,6 +312,84 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_as_an_error(parts: Set, way:
     assert answer.error is not None and "out of memory" in answer.error["message"]
     assert not answer.is_complete
     assert parts.alone.event(answer).outcome in ("truncated", "error")
+
+
+UNTRANSLATABLE: dict[str, tuple[Json, ...]] = {
+    "openai": ({"choices": [{"index": 0, "delta": {}, "finish_reason": "error"}]},),
+    "anthropic": (
+        {"type": "content_block_stop", "index": 0},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "tool_use", "id": "toolu_1"}},
+        {"type": "content_block_stop", "index": 1},
+    ),
+}
+"""Events in good JSON that end no answer and have no words in the client's dialect."""
+
+
+@ways
+@pytest.mark.parametrize("pause_s", [0.0, 0.02], ids=["in one piece", "event by event"])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["closed", "without its blank line"])
+def test_a_stream_that_cannot_be_translated_ends_as_one_failed_answer(
+    parts: Set, way: Way, pause_s: float, is_cut: bool
+) -> None:
+    if not way.is_translated:
+        pytest.skip("what is passed through is not understood either")
+    reply = way.stream("Falling ", "water ", "does ", "it.")
+    odd = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in UNTRANSLATABLE[way.upstream])
+    sent = (*reply.parts[: reply.preamble + 2], odd[:-1] if is_cut else odd)
+    if not pause_s:
+        sent = (sent[0], b"".join(sent[1:]))
+    parts.upstream(way).answer = dataclasses.replace(reply, parts=sent).slow(between_s=pause_s)
+    answer = ask(parts.alone.client, way, stream=True)
+    assert answer.text == "Falling water "
+    assert answer.error is not None and not answer.is_complete and not answer.ended_early
+    assert sum(1 for event in answer.events if "error" in event or event.get("type") == "response.failed") == 1
+    if way.client == "responses":
+        assert answer.events[-1]["response"]["id"] == answer.events[0]["response"]["id"]
+        assert [event["sequence_number"] for event in answer.events] == list(range(len(answer.events)))
+    assert parts.alone.event(answer).outcome == "truncated"
+
+
+@ways
+def test_a_whole_answer_to_a_translated_stream_becomes_the_stream(parts: Set, way: Way) -> None:
+    if not way.is_translated:
+        pytest.skip("only a translator makes events of an answer")
+    for more, counted in (({}, True), ({"usage": None}, False)):
+        parts.upstream(way).script(way.whole("Water does.", **more))
+        answer = ask(parts.alone.client, way, stream=True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert (answer.status, answer.text, answer.is_complete, answer.error) == (200, "Water does.", True, None)
+        event = parts.alone.event(answer)
+        assert (event.outcome, event.stream, event.estimated) == ("ok", True, not counted)
+        if counted:
+            assert (event.input_tokens, event.output_tokens) == (INPUT_TOKENS, OUTPUT_TOKENS)
+        else:
+            assert event.input_tokens > 0 and event.output_tokens > 0
+
+
+@ways
+def test_a_whole_answer_that_is_none_is_no_stream_either(parts: Set, way: Way) -> None:
+    for body in (b"{}", b'{"choices": [], "content": 5}', b'{"choices": [{"message": {"content": "'):
+        parts.upstream(way).answer = dataclasses.replace(way.whole(), parts=(body,))
+        answer = ask(parts.alone.client, way, stream=True)
+        assert_refused(answer, 502, "upstream_invalid_response", way=way)
+    parts.spare.script(Way(way.client, "openai").stream("spare"))
+    answer = ask(parts.paired.client, way, stream=True)
+    assert (answer.text, answer.is_complete) == ("spare", True)
+
+
+MALFORMED_INSIDE = (b'"\xff"', b"1e999", b'[{"a": "\xff"}]')
+"""Values that a reader of the outermost level alone takes for JSON."""
+
+
+@ways
+@pytest.mark.parametrize("value", MALFORMED_INSIDE)
+def test_an_answer_that_is_malformed_inside_is_the_upstreams_fault(parts: Set, way: Way, value: bytes) -> None:
+    body = way.whole(usage=None).body
+    name = b'"usage"' if b'"usage"' not in body else b'"object"'
+    broken = body[:-1] + b", " + name + b": " + value + b"}"
+    parts.upstream(way).answer = dataclasses.replace(way.whole(), parts=(broken,))
+    answer = ask(parts.alone.client, way, stream=False)
+    assert_refused(answer, 502, "upstream_invalid_response", way=way)
 
 
 @ways

@@ -144,8 +144,9 @@ def anthropic_type(error: ApiError) -> str:
 
 
 def anthropic_payload(error: ApiError, request_id: str | None) -> Json:
-    told = {"type": anthropic_type(error), "message": error.message}
-    return {"type": "error", "error": told, "request_id": request_id}
+    """`code` and the outer `message` are ours beside what Anthropic has: the same words as in OpenAI's form."""
+    told = {"type": anthropic_type(error), "message": error.message, "code": error.code}
+    return {"type": "error", "error": told, "request_id": request_id, "message": error.message}
 
 
 def responses_error(error: ApiError) -> Json:

@@ -208,6 +208,8 @@ class StreamTranslator:
         self._reported: Usage | None = None
         self._num_bytes = 0
         self._begun = False
+        self._is_whole = False
+        """The upstream sent its answer in one piece."""
         self.error: ApiError | None = None
         self.has_content = False
         """Text, thinking or a tool call was passed on, or the answer ended without any."""
@@ -219,7 +221,7 @@ class StreamTranslator:
         """What is known of the tokens now; estimated until the upstream reports."""
         estimate = _estimate(self._exchange, self._num_bytes)
         reported = self._reported or estimate
-        if self._reader.is_complete and (reported.output_tokens or not self._num_bytes):
+        if (self._reader.is_complete or self._is_whole) and (reported.output_tokens or not self._num_bytes):
             return reported
         # What an upstream says before its end counts the output so far at best, and most say 0 or 1.
         output_tokens = max(reported.output_tokens, estimate.output_tokens)
@@ -252,6 +254,7 @@ class StreamTranslator:
 
     def feed_answer(self, body: bytes) -> list[Outgoing]:
         """The whole answer of an upstream that was asked for a stream and gave none."""
+        self._is_whole = True
         return self._pass_on(lambda: events_of(_whole_answer(body, self._exchange)))
 
     def finish(self) -> list[Outgoing]:
