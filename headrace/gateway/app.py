@@ -6,6 +6,7 @@ another application, which gets every path that is not the API's.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import time
@@ -67,6 +68,8 @@ class App:
             _note_refusal(state, exchange, path, error)
         except ClientGone:
             pass
+        except asyncio.CancelledError:  # the gateway ends, and the time that running requests had is over
+            await exchange.answer_error(errors.gateway_draining())
         except Exception:
             await _answer_fault(exchange)
         finally:
@@ -87,8 +90,9 @@ class App:
         if snapshot.listen.admin.trusted_proxies:
             exchange.client_ip = self._forwarded_for(exchange)
         record = state.keys.authenticate(exchange.headers, exchange.client_ip)
+        exchange.answer_headers += state.keys.warning_headers(record)
         if state.is_draining:
-            raise errors.unavailable("draining", "This gateway is shutting down. Try again in a few seconds.")
+            raise errors.gateway_draining()
         if kind in ("generate", "whole", "opaque"):
             await forward(state, snapshot, exchange, place, record)
         elif kind == "models":

@@ -24,7 +24,7 @@ from headrace.gateway.snapshot import Plan, Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.upstream_client import UpstreamAnswer
 from headrace.gateway.upstream_errors import UpstreamFailure
-from headrace.protocol.errors import ApiError
+from headrace.protocol.errors import ApiError, gateway_draining
 
 RETRY_AFTER_BUDGET_S = 2.0
 """A 429 that asks for a longer wait goes to the next upstream."""
@@ -187,6 +187,12 @@ class Attempts:
                 return failure.error
             progress.reached = False
             raise
+        except asyncio.CancelledError:
+            if self.exchange.client_left or delivery is None or not delivery.committed:
+                raise
+            error = gateway_draining()
+            await delivery.break_off(error)
+            return error
         finally:
             if answer is not None:
                 if progress.watch is not None and progress.watch.ended and not self.exchange.client_left:

@@ -38,7 +38,6 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     )
     rate_headers = lease.headers()
     attempts = Attempts(state, snapshot, exchange, request, route, plan, rate_headers)
-    exchange.answer_headers += state.keys.warning_headers(record)
     try:
         with exchange.leaving():
             await attempts.run()

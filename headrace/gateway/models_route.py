@@ -1,13 +1,11 @@
 """`GET /models` and `/models/{id}`: the models that this key may call, in the shape that the client reads.
 
-OpenAI's {"object": "list", "data": [...]}; with an `anthropic-version` header Anthropic's; and always a key `models`
-beside `data`, because Codex reads that one.
+With an `anthropic-version` header that is Anthropic's, page by page; otherwise OpenAI's.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -18,20 +16,29 @@ from headrace.gateway.route import model_names, resolve_alias
 from headrace.gateway.snapshot import Model, Plan, Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.protocol.errors import model_not_found
+from headrace.protocol.translate import listings
+from headrace.protocol.translate.listings import ModelCard
 
-_JSON = ((b"content-type", b"application/json"),)
+PAGE, MAX_PAGE = 20, 1000
+"""Models in an Anthropic list: without `limit`, and at most."""
+
 _encode = msgspec.json.Encoder().encode
 
 
 async def list_models(state: GatewayState, snapshot: Snapshot, exchange: Exchange, record: KeyRecord) -> None:
     names = visible(snapshot, record, plan_of(snapshot, record))
-    if b"anthropic-version" in exchange.headers:
-        data = [_anthropic(state, snapshot, name) for name in names]
-        ends = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-        return await exchange.answer(200, _encode({"data": data, **ends}), _JSON)
-    data = [_openai(state, snapshot, name) for name in names]
-    models = [_codex(snapshot, name) for name in names]
-    await exchange.answer(200, _encode({"object": "list", "data": data, "models": models}), _JSON)
+    cards = [_card(state, snapshot, name) for name in names]
+    if b"anthropic-version" not in exchange.headers:
+        return await exchange.answer(200, _encode(listings.openai_models(cards)))
+    asked = dict(parse_qsl(exchange.query.decode("latin-1")))
+    limit = asked.get("limit", "")
+    page = listings.anthropic_models(
+        cards,
+        limit=min(max(int(limit), 1), MAX_PAGE) if limit.isascii() and limit.isdigit() and len(limit) < 10 else PAGE,
+        after_id=asked.get("after_id"),
+        before_id=asked.get("before_id"),
+    )
+    await exchange.answer(200, _encode(page))
 
 
 async def one_model(state: GatewayState, snapshot: Snapshot, exchange: Exchange, record: KeyRecord, name: str) -> None:
@@ -39,8 +46,8 @@ async def one_model(state: GatewayState, snapshot: Snapshot, exchange: Exchange,
     names = visible(snapshot, record, plan_of(snapshot, record))
     if name not in names:
         raise model_not_found(name, names)
-    shape = _anthropic if b"anthropic-version" in exchange.headers else _openai
-    await exchange.answer(200, _encode(shape(state, snapshot, name)), _JSON)
+    shape = listings.anthropic_model if b"anthropic-version" in exchange.headers else listings.openai_model
+    await exchange.answer(200, _encode(shape(_card(state, snapshot, name))))
 
 
 def visible(snapshot: Snapshot, record: KeyRecord, plan: Plan | None) -> list[str]:
@@ -58,33 +65,13 @@ def visible(snapshot: Snapshot, record: KeyRecord, plan: Plan | None) -> list[st
     return [name for name in every if allows(name) or allows(resolve_alias(snapshot, name))]
 
 
-def _model(snapshot: Snapshot, name: str) -> Model:
-    model = resolve_alias(snapshot, name)
-    return snapshot.models.get(model) or Model(name=model)
-
-
-def _openai(state: GatewayState, snapshot: Snapshot, name: str) -> dict[str, Any]:
-    model = _model(snapshot, name)
-    owner = model.targets[0].upstream if model.targets else "headrace"
-    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(state.started_s), "owned_by": owner}
-    if model.display_name:
-        entry["display_name"] = model.display_name
-    if model.context_window is not None:
-        entry["context_window"] = entry["max_model_len"] = model.context_window
-    return entry
-
-
-def _anthropic(state: GatewayState, snapshot: Snapshot, name: str) -> dict[str, Any]:
-    created = datetime.fromtimestamp(int(state.started_s), UTC).isoformat().replace("+00:00", "Z")
-    shown = _model(snapshot, name).display_name or name
-    return {"type": "model", "id": name, "display_name": shown, "created_at": created}
-
-
-def _codex(snapshot: Snapshot, name: str) -> dict[str, Any]:
-    model = _model(snapshot, name)
-    return {
-        "slug": name,
-        "id": name,
-        "display_name": model.display_name or name,
-        **({"context_window": model.context_window} if model.context_window is not None else {}),
-    }
+def _card(state: GatewayState, snapshot: Snapshot, name: str) -> ModelCard:
+    resolved = resolve_alias(snapshot, name)
+    model = snapshot.models.get(resolved) or Model(name=resolved)
+    return ModelCard(
+        id=name,
+        display_name=model.display_name,
+        created_s=int(state.started_s),
+        context_window=model.context_window,
+        owned_by=model.targets[0].upstream if model.targets else "headrace",
+    )

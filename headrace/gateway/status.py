@@ -28,7 +28,7 @@ async def answer(state: GatewayState, exchange: Exchange, kind: Kind) -> None:
     elif kind == "live":
         value = {"status": "ok"}
     elif state.is_draining:
-        raise errors.unavailable("draining", "This gateway is shutting down.")
+        raise errors.gateway_draining()
     elif kind == "ready":
         value = {"status": "ok"}
     else:

@@ -234,6 +234,10 @@ def engine_error(message: str) -> ApiError:
     return ApiError(500, message, type="server_error", code="engine_error")
 
 
+def gateway_draining() -> ApiError:
+    return unavailable("draining", "This gateway is shutting down. Try again in a few seconds.")
+
+
 def unavailable(code: str, message: str, retry_after_s: int = 2) -> ApiError:
     """`code`: engine_loading, engine_restarting, engine_failed or draining."""
     headers = {"retry-after": str(retry_after_s)}

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.gateway import replies
+from tests.gateway.dialects import WAYS, Answer, Way, ask
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.gateways import ThreadedGateway, provider, providers, running_gateway, threaded_gateway
 from tests.gateway.replies import Reply
@@ -96,8 +98,6 @@ def test_a_client_that_reads_everything_and_closes_has_not_left(
 
 
 def test_sigterm_lets_a_stream_finish_and_refuses_what_comes_then(tmp_path) -> None:
-    import httpx
-
     with FakeUpstream() as upstream:
         upstream.answer = replies.chat_stream("a", "b", "c", "d").slow(between_s=0.3)
         with running_gateway(tmp_path, providers(main=provider(upstream.url))) as gateway:
@@ -117,3 +117,32 @@ def test_sigterm_lets_a_stream_finish_and_refuses_what_comes_then(tmp_path) -> N
             thread.join(10)
             assert texts and texts[0].endswith("data: [DONE]\n\n")
             assert gateway.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.client != "completions"], ids=str)
+def test_what_is_cut_by_the_end_of_the_gateway_says_so(tmp_path, way: Way) -> None:
+    """Ctrl-C waits for nobody: a stream ends with an error inside it, a request without an answer yet gets a 503."""
+    with FakeUpstream(without=("/responses",)) as upstream:
+        upstream.script(way.stream("Falling ", "water").stall(2), way.whole().stall_before_headers())
+        entry = provider(upstream.url, dialect=way.upstream, models=[way.model])
+        with running_gateway(tmp_path, providers(main=entry)) as gateway:
+            answers: dict[bool, Answer] = {}
+
+            def read(stream: bool) -> None:
+                with httpx.Client(base_url=gateway.url, headers=gateway.auth) as client:
+                    answers[stream] = ask(client, way, stream=stream)
+
+            threads = [threading.Thread(target=read, args=(stream,)) for stream in (True, False)]
+            for number, thread in enumerate(threads, 1):
+                thread.start()
+                assert upstream.wait_for(lambda u, number=number: len(u.requests) == number)
+            time.sleep(0.2)
+            gateway.process.send_signal(signal.SIGINT)
+            for thread in threads:
+                thread.join(10)
+            assert gateway.process.wait(10) == 0
+    broken, refused = answers[True], answers[False]
+    assert broken.text == "Falling water" and not broken.is_complete and not broken.ended_early
+    assert broken.error is not None and "shutting down" in broken.error["message"]
+    assert refused.status == 503 and refused.headers["retry-after"] == "2"
+    assert refused.error is not None and "shutting down" in refused.error["message"]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import anthropic
 import pytest
+from anthropic.types import ModelInfo
 
+from headrace.gateway.keys import KeyRequest
 from tests.gateway import replies
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.gateways import UPSTREAM_KEY, ThreadedGateway, provider, threaded_gateway
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +114,6 @@ def test_presets_fill_what_the_request_leaves_out(gateway: ThreadedGateway, upst
 
 
 def test_a_key_of_a_plan_that_is_gone_gets_nothing(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
-    from headrace.gateway.keys import KeyRequest
-
     secret = gateway.ledger.store.create(KeyRequest(name="planned", plan="gone"))[1]
     gateway.ledger.keys.reload()
     with gateway.client_with(secret) as client:
@@ -120,8 +123,6 @@ def test_a_key_of_a_plan_that_is_gone_gets_nothing(gateway: ThreadedGateway, ups
 
 
 def test_a_key_calls_and_sees_only_its_models(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
-    from headrace.gateway.keys import KeyRequest
-
     secret = gateway.ledger.store.create(KeyRequest(name="narrow", models=("short",)))[1]
     gateway.ledger.keys.reload()
     with gateway.client_with(secret) as client:
@@ -132,16 +133,43 @@ def test_a_key_calls_and_sees_only_its_models(gateway: ThreadedGateway, upstream
         assert client.get("/v1/models/fake").status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/short", CHAT, "/v1/messages/count_tokens"])
+def test_a_key_near_its_end_says_so_with_every_answer(gateway: ThreadedGateway, path: str) -> None:
+    ends_at = datetime.now(UTC) + timedelta(days=2)
+    secret = gateway.ledger.store.create(KeyRequest(name=path, expires_at=ends_at.timestamp()))[1]
+    gateway.ledger.keys.reload()
+    with gateway.client_with(secret) as client:
+        body = None if "models" in path else {"model": "short", "messages": MESSAGES}
+        answer = client.request("GET" if body is None else "POST", path, json=body)
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-headrace-key-expires") == [ends_at.strftime("%Y-%m-%d %H:%M UTC")]
+    assert "expires on" in answer.headers["warning"]
+
+
 def test_models_answer_in_the_shape_that_the_client_reads(gateway: ThreadedGateway) -> None:
     openai = gateway.client.get("/api/v1/models").json()
     names = {model["id"] for model in openai["data"]}
     assert openai["object"] == "list" and {"fake", "short"} <= names
-    assert {model["slug"] for model in openai["models"]} == names
-    anthropic = gateway.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
-    assert {model["id"] for model in anthropic["data"]} == names
-    assert anthropic["has_more"] is False and anthropic["data"][0]["type"] == "model"
+    assert isinstance(openai["models"], list), "Codex reads this key"
+    page = gateway.client.get("/v1/models", headers=ANTHROPIC).json()
+    assert {model["id"] for model in page["data"]} == names
+    assert page["has_more"] is False
+    for model in page["data"]:
+        assert ModelInfo.model_validate(model).id == model["id"]
     one = gateway.client.get("/v1/models/short").json()
     assert (one["id"], one["object"]) == ("short", "model")
+    assert ModelInfo.model_validate(gateway.client.get("/v1/models/short", headers=ANTHROPIC).json()).type == "model"
+
+
+def test_anthropic_models_come_page_by_page(gateway: ThreadedGateway) -> None:
+    names = [model["id"] for model in gateway.client.get("/v1/models").json()["data"]]
+    client = anthropic.Anthropic(base_url=gateway.url, api_key=gateway.key)
+    assert [model.id for model in client.models.list(limit=1)] == names
+    before = gateway.client.get("/v1/models", params={"before_id": names[-1]}, headers=ANTHROPIC).json()
+    assert [model["id"] for model in before["data"]] == names[:-1]
+    for limit in ("0", "-1", "x", "9" * 5000, "1e3", ""):
+        page = gateway.client.get("/v1/models", params={"limit": limit}, headers=ANTHROPIC)
+        assert page.status_code == 200 and page.json()["first_id"] == names[0]
 
 
 def test_embeddings_go_through_and_are_counted(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:

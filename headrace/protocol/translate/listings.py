@@ -41,8 +41,10 @@ class ModelCard:
 def openai_model(card: ModelCard) -> Json:
     """`max_model_len` is vLLM's word for the context window, and several clients read it."""
     model: Json = {"id": card.id, "object": "model", "created": card.created_s, "owned_by": card.owned_by}
+    if card.display_name:
+        model["display_name"] = card.display_name
     if card.context_window is not None:
-        model["max_model_len"] = card.context_window
+        model["context_window"] = model["max_model_len"] = card.context_window
     return model
 
 
