@@ -190,9 +190,9 @@ class Attempts:
         except asyncio.CancelledError:
             if self.exchange.client_left or delivery is None or not delivery.committed:
                 raise
-            error = gateway_draining()
-            await delivery.break_off(error)
-            return error
+            ending = gateway_draining()
+            await delivery.break_off(ending)
+            return ending
         finally:
             if answer is not None:
                 if progress.watch is not None and progress.watch.ended and not self.exchange.client_left:
