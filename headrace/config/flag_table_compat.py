@@ -312,7 +312,13 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _refused(
         "tokenizer-revision", "text", FILES, "Another revision for the tokenizer", "give its directory with --tokenizer"
     ),
-    _refused("tokenizer-mode", "text", FILES, "Tokenizers other than tokenizer.json and GGUF", harmless=("auto", "hf")),
+    _refused(
+        "tokenizer-mode",
+        "text",
+        FILES,
+        "Tokenizers other than tokenizer.json, tokenizer.model and GGUF",
+        harmless=("auto", "hf"),
+    ),
     _mapped("tokenizer-pool-size", "int", FILES, "the tokenizer needs no pool", harmless=(0,)),
     _mapped("tokenizer-pool-type", "text", FILES, "the tokenizer needs no pool"),
     _mapped("tokenizer-pool-extra-config", "json", FILES, "the tokenizer needs no pool"),
