@@ -34,7 +34,11 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     check_model(state, record, plan, request.facts.model, route)
     tokens = request.facts.prompt_tokens + (request.facts.max_tokens or 0)
     lease = state.limiter.admit(
-        record, plan, estimated_tokens=tokens, estimated_micros=_estimated_micros(route, request)
+        record,
+        plan,
+        estimated_tokens=tokens,
+        estimated_micros=_estimated_micros(route, request),
+        dialect="anthropic" if exchange.form == "anthropic" else "openai",
     )
     rate_headers = lease.headers()
     attempts = Attempts(state, snapshot, exchange, request, route, plan, rate_headers)

@@ -22,6 +22,7 @@ import uvloop
 from headrace.config.errors import ConfigError
 from headrace.gateway.app import create_app
 from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides, load_config
+from headrace.gateway.connection import Connection
 from headrace.gateway.exchange import Application
 from headrace.gateway.health import check_health
 from headrace.gateway.keys import KeyRecord
@@ -236,7 +237,7 @@ async def _drain(state: GatewayState) -> None:
 def _uvicorn_config(app: Application) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -69,6 +69,12 @@ def _fold(name: str) -> str:
 # 400: the request itself
 
 
+def invalid_http() -> ApiError:
+    return ApiError(
+        400, "What was sent is not an HTTP/1.1 request. Is https:// used where http:// is meant?", code="invalid_http"
+    )
+
+
 def invalid_json(detail: str) -> ApiError:
     return ApiError(400, f"The request body is not valid JSON: {detail}", code="invalid_json")
 
@@ -215,6 +221,11 @@ def request_timeout(seconds: float) -> ApiError:
 def request_too_large(limit_bytes: int) -> ApiError:
     message = f"The request body is larger than this server's limit of {limit_bytes} bytes."
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+def head_too_large(limit_bytes: int) -> ApiError:
+    message = f"The request's headers are larger than this server's limit of {limit_bytes} bytes."
+    return ApiError(431, message, code="headers_too_large")
 
 
 # 429, 500, 503: the server's own state

@@ -28,6 +28,7 @@ import uvloop
 from headrace.gateway.app import create_app
 from headrace.gateway.breaker import Breakers
 from headrace.gateway.config_load import load_config
+from headrace.gateway.connection import Connection
 from headrace.gateway.keys import KeyRequest
 from headrace.gateway.ledger import Ledger, open_ledger, open_store
 from headrace.gateway.metrics import GatewayMetrics
@@ -245,7 +246,7 @@ def threaded_gateway(folder: Path, config: str, *, suffix: str = ".json") -> Ite
     secret = ledger.store.create(KeyRequest(name="test"))[1]
     ledger.keys.reload()
     server = uvicorn.Server(
-        uvicorn.Config(create_app(state), http="httptools", lifespan="off", access_log=False, log_level="warning")
+        uvicorn.Config(create_app(state), http=Connection, lifespan="off", access_log=False, log_level="warning")
     )
 
     async def serve() -> None:

@@ -119,6 +119,18 @@ def test_a_limit_is_a_429_with_its_numbers_and_asks_nobody(gateway: ThreadedGate
     assert len(upstream.requests) == 1
 
 
+def test_rate_headers_have_the_names_of_the_dialect(gateway: ThreadedGateway) -> None:
+    secret = gateway.new_key("one a minute for Anthropic", rpm=1, tpm=1000)
+    body = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    with gateway.client_with(secret) as client:
+        for status in (200, 429):
+            answer = client.post("/v1/messages", json=body)
+            assert answer.status_code == status
+            assert answer.headers["anthropic-ratelimit-requests-limit"] == "1"
+            assert answer.headers["anthropic-ratelimit-tokens-limit"] == "1000"
+            assert not any(name.startswith("x-ratelimit") for name in answer.headers)
+
+
 def test_a_fault_of_ours_is_a_500_with_an_id_and_frees_the_slot(
     gateway: ThreadedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

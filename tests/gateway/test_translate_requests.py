@@ -39,6 +39,9 @@ def sent(client: Dialect, upstream: Dialect, body: Json, habits: UpstreamHabits 
     )
 
 
+CALL_BLOCK = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+
+
 def refused(client: Dialect, upstream: Dialect, body: Json) -> tuple[str | None, str | None]:
     with pytest.raises(ApiError) as caught:
         sent(client, upstream, body)
@@ -375,6 +378,7 @@ def test_what_cannot_be_served_is_refused_by_name(client: Dialect, body: Json, f
         ("chat", {"tools": [{"type": "function"}]}, "tools[0].function"),
         ("chat", {"tool_choice": "some"}, "tool_choice"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "film"}]}]}, "messages[0].content[0].type"),
+        ("messages", {"messages": [{"role": "user", "content": [CALL_BLOCK]}]}, "messages.content"),
         ("messages", {"thinking": {"type": "hard"}}, "thinking.type"),
         ("messages", {"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ("messages", {"stop_sequences": [1]}, "stop_sequences[0]"),

@@ -57,6 +57,7 @@ def documented_errors() -> dict[str, tuple[int, str]]:
 def errors_in_code() -> dict[str, tuple[int, str]]:
     """One of each constructor of the error table."""
     made = [
+        errors.invalid_http(),
         errors.invalid_json("x"),
         errors.duplicate_key("x"),
         errors.missing_field("x", "y"),
@@ -86,6 +87,7 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.method_not_allowed("GET", "/x", ["POST"]),
         errors.request_timeout(1),
         errors.request_too_large(1),
+        errors.head_too_large(1),
         errors.queue_full("x"),
         errors.internal_error("x"),
         errors.engine_error("x"),

@@ -368,7 +368,13 @@ def _part(part: Part) -> Json:
             return {"type": "file", "file": file}
         case Audio():
             return {"type": "input_audio", "input_audio": {"data": part.data, "format": part.format}}
-    raise wire.impossible("messages.content", "a chat upstream takes pictures by address or inline, not by file id.")
+        case Image():
+            raise wire.impossible(
+                "messages.content", "a chat upstream takes pictures by address or inline, not by file id."
+            )
+    raise errors.invalid_value(
+        "messages.content", "A user's message holds a tool call or a thought; only an assistant's message may."
+    )
 
 
 def _assistant_message(turn: Turn, report: Report, *, with_thinking: bool) -> Json:
