@@ -114,6 +114,15 @@ def test_every_error_code_in_the_source_is_on_the_error_page() -> None:
     assert used - set(documented_errors()) == set()
 
 
+def test_every_error_code_of_the_gateway_is_on_the_error_page() -> None:
+    page = (ROOT / "docs/errors.md").read_text()
+    used = set()
+    for path in (ROOT / "headrace" / "gateway").glob("*.py"):
+        used |= set(re.findall(r"""(?:\bcode=|_upstream_error\(\d+, )"(\w+)\"""", path.read_text()))
+    assert {code for code in used if f"`{code}`" not in page} == set()
+    assert {"no_healthy_upstream", "plan_not_found", "upstream_rate_limited"} <= used
+
+
 def api_page() -> str:
     return (ROOT / "docs/api.md").read_text()
 
