@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 
 import pytest
 
 from tests.serving import Server, running_server
+
+# As the core process starts: OpenMP threads that spin while they wait take the processor from everything beside them.
+# torch reads this once, when it is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 SERVER_FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
 """256 MiB holds 5,825 tokens of the bundled model in float32."""

@@ -40,6 +40,8 @@ QUESTIONS = (
     "What is 12 times 11?",
     "Who wrote Hamlet?",
 )
+
+pytestmark = pytest.mark.timeout(600)
 TEXTS = (
     "The",
     "Once upon a time, in a village by the sea,",
