@@ -22,6 +22,7 @@ from headrace.config.resolve import resolve_model
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
+from headrace.protocol.http_connection import Connection
 from headrace.server.app import App, create_app
 from headrace.server.metrics import EngineMetrics
 from headrace.text.chat_template import ChatTemplate
@@ -193,7 +194,7 @@ def asgi_client(app: App, **options: object) -> httpx.AsyncClient:
 def listening(app: App) -> Iterator[str]:
     """The application behind uvicorn, set up as the product does it; yields its root URL."""
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        app, host="127.0.0.1", port=0, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=1,
     )  # type: ignore[arg-type]  # fmt: skip
     server = uvicorn.Server(config)

@@ -22,7 +22,6 @@ import uvloop
 from headrace.config.errors import ConfigError
 from headrace.gateway.app import create_app
 from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides, load_config
-from headrace.gateway.connection import Connection
 from headrace.gateway.exchange import Application
 from headrace.gateway.health import check_health
 from headrace.gateway.keys import KeyRecord
@@ -36,6 +35,7 @@ from headrace.gateway.snapshot import Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 from headrace.protocol.access_errors import API_KEYS_PAGE
+from headrace.protocol.http_connection import Connection
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048

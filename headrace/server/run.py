@@ -26,6 +26,7 @@ import uvloop
 
 from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings, ServerSettings
+from headrace.protocol.http_connection import Connection
 from headrace.protocol.ipc import EngineInfo
 from headrace.server.engine_client import EngineClient, StartupError
 from headrace.server.metrics import EngineMetrics, ThroughputLog
@@ -90,6 +91,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise PortInUse(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit this: a streamed token must not wait for the one before to be acknowledged.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -239,7 +242,7 @@ def _uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -114,3 +115,30 @@ def test_one_bad_request_never_hurts_the_stream_beside_it(url: str, engine: Scri
         assert data.pop() == "[DONE]"
         texts.add("".join(json.loads(one)["choices"][0]["delta"].get("content", "") for one in data))
     assert texts == {"A sentence that goes on for a while and then some more, until it ends."}
+
+
+def answer_to(url: str, data: bytes) -> tuple[int, dict]:
+    """Status and JSON of what comes back for these bytes; the server closes the connection."""
+    received = b""
+    with connect(url) as connection:
+        connection.sendall(data)
+        while piece := connection.recv(65536):
+            received += piece
+    start, _, body = received.partition(b"\r\n\r\n")
+    return int(start.split()[1]), json.loads(body)
+
+
+def test_what_is_no_http_gets_json_too(url: str) -> None:
+    status, body = answer_to(url, b"GARBAGE\r\n\r\n")
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
+
+
+def test_headers_without_end_are_cut_off_and_nobody_else_is_hurt(url: str) -> None:
+    taken = 0
+    with connect(url) as connection, contextlib.suppress(OSError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        while taken < 64 << 20:
+            connection.sendall(b"x-a: b\r\n" * 1024)
+            taken += 8192
+    assert taken < 32 << 20
+    assert httpx.get(url + "/health").status_code == 200

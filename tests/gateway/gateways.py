@@ -28,7 +28,6 @@ import uvloop
 from headrace.gateway.app import create_app
 from headrace.gateway.breaker import Breakers
 from headrace.gateway.config_load import load_config
-from headrace.gateway.connection import Connection
 from headrace.gateway.keys import KeyRequest
 from headrace.gateway.ledger import Ledger, open_ledger, open_store
 from headrace.gateway.metrics import GatewayMetrics
@@ -37,6 +36,7 @@ from headrace.gateway.state import GatewayState
 from headrace.gateway.usage import UsageWriter
 from headrace.gateway.usage_event import UsageEvent
 from headrace.gateway.usage_queries import recent_usage
+from headrace.protocol.http_connection import Connection
 from tests.gateway.dialects import Answer
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.serving import HEADRACE, free_port, health_status

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.gateway import connection
+from headrace.protocol import http_connection as connection
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.gateways import ThreadedGateway, provider, providers, threaded_gateway
 
