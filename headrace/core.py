@@ -42,7 +42,7 @@ logger = logging.getLogger("headrace.core")
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), called often while the core starts."""
 
-STEP_TIME_TARGET_S = {"reference": 0.25}
+STEP_TIME_TARGET_S = {"reference": 0.5}
 """By the kernels' name: how long a step may take while somebody waits for the next token."""
 DEFAULT_STEP_TIME_TARGET_S = 0.1
 

@@ -43,6 +43,10 @@ async def _measure(base_url: str, prompt_tokens: int, streams: int) -> Stall:
     timeout = aiohttp.ClientTimeout(total=None)
     common = {"model": MODEL_NAME, "stream": True, "temperature": 0, "ignore_eos": True}
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        # Whole words only: a token that is part of a character has no chunk of its own, which would look like a gap.
+        root = base_url.removesuffix("/v1")
+        async with session.post(root + "/tokenize", json={"prompt": " the river turns a wheel of stone"}) as response:
+            common["allowed_token_ids"] = (await response.json())["tokens"]
         short: list[list[float]] = [[] for _ in range(streams)]
         tasks = [
             asyncio.create_task(
