@@ -188,22 +188,24 @@ def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) 
     from headrace.gateway.ledger import open_ledger
     from headrace.gateway.logs import GatewayLog
     from headrace.gateway.redact import Redactor
-    from headrace.gateway.run import CannotListen, bind, secrets_of
+    from headrace.gateway.run import USUAL_PORT as GATEWAY_PORT
+    from headrace.gateway.run import secrets_of
     from headrace.gateway.storage.database import DEFAULT_DATA_DIR
     from headrace.protocol.access_errors import API_KEYS_PAGE
-    from headrace.server.run import PortInUse, configure_logging, leave_soon, listen
+    from headrace.protocol.http_listener import CannotListen, listen
+    from headrace.server.run import USUAL_PORT, configure_logging, leave_soon
 
     configure_logging(engines[0].launch.server.uvicorn_log_level)
     at = snapshot.listen
     with contextlib.ExitStack() as stack:
         try:
-            gateway = stack.enter_context(contextlib.closing(bind(at.host, at.port)))
+            gateway = stack.enter_context(contextlib.closing(listen(at.host, at.port, GATEWAY_PORT)))
             listeners = [
-                stack.enter_context(contextlib.closing(listen(e.launch.server.host, e.launch.server.port)))
+                stack.enter_context(contextlib.closing(listen(e.launch.server.host, e.launch.server.port, USUAL_PORT)))
                 for e in engines
             ]
             ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
-        except (CannotListen, PortInUse, ConfigError) as error:
+        except (CannotListen, ConfigError) as error:
             print(f"headrace up: {error}", file=sys.stderr)
             return 1
         stack.enter_context(contextlib.closing(ledger))

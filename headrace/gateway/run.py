@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-import uvicorn
 import uvloop
 
 from headrace.config.errors import ConfigError
@@ -35,20 +34,13 @@ from headrace.gateway.snapshot import Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 from headrace.protocol.access_errors import API_KEYS_PAGE
-from headrace.protocol.http_connection import Connection
+from headrace.protocol.http_listener import LAST_BYTES_S, CannotListen, http_server, listen
 
-KEEP_ALIVE_S = 75
-BACKLOG = 2048
-LAST_BYTES_S = 1.0
-"""For answers to reach their clients once the last request is done."""
+USUAL_PORT = 8080
 
 logger = logging.getLogger("headrace.gateway")
 
 Pages = Callable[[GatewayState, Ledger], Application]
-
-
-class CannotListen(Exception):
-    """The address is taken or not ours; the message says what would work."""
 
 
 def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: Pages | None = None) -> int:
@@ -62,22 +54,20 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
         for line in error.problems:
             print(f"headrace gateway: {line}", file=sys.stderr)
         return 2
-    listen = snapshot.listen
+    at = snapshot.listen
     try:
-        listener = bind(listen.host, listen.port)
+        listener = listen(at.host, at.port, USUAL_PORT)
     except CannotListen as error:
         print(f"headrace gateway: {error}", file=sys.stderr)
         return 1
     log = GatewayLog(redactor=Redactor(secrets_of(snapshot)))
     with contextlib.closing(listener), contextlib.closing(log):
         try:
-            ledger = open_ledger(
-                listen.database_url, listen.data_dir or DEFAULT_DATA_DIR, page=listen.page_url or API_KEYS_PAGE
-            )
+            ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
         except ConfigError as error:
             print(f"headrace gateway: {error}", file=sys.stderr)
             return 1
-        log.start(listen.log_level)
+        log.start(at.log_level)
         with contextlib.closing(ledger):
             record, secret = ledger.store.first()
             if secret is not None:
@@ -86,29 +76,6 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
                 print(line, flush=True)
             uvloop.run(serve(snapshot, overrides, ledger, listener, log, pages))
     return 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections send small pieces at once. Raises CannotListen."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise CannotListen(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit this; asyncio leaves it off for a listener that it is handed, which costs 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        advice = f"Use --port {port + 1}, or end what listens there." if port else "Use --host 127.0.0.1."
-        raise CannotListen(f"Cannot listen on {host}:{port}: {error.strerror}. {advice}") from None
-    listener.setblocking(False)
-    return listener
 
 
 def secrets_of(snapshot: Snapshot) -> list[str]:
@@ -136,14 +103,6 @@ def banner(snapshot: Snapshot, port: int, record: KeyRecord, secret: str | None)
     yield f"Configuration  {snapshot.path or 'none: the engine on this machine'}"
     for warning in snapshot.warnings:
         yield f"Note: {warning}"
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: in which order things end is decided here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(
@@ -187,7 +146,7 @@ async def serve(
     reloader = Reloader(snapshot, os.environ, take, overrides, report)
     state.spawn(reloader.run())
     state.spawn(check_health(state))
-    server = _HttpServer(_uvicorn_config(create_app(state, pages(state, ledger) if pages else None)))
+    server = http_server(create_app(state, pages(state, ledger) if pages else None), proxy_headers=False)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     waiting = asyncio.create_task(came.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -232,21 +191,3 @@ async def _drain(state: GatewayState) -> None:
     deadline_s = time.monotonic() + patience_s
     while state.num_open and time.monotonic() < deadline_s:
         await asyncio.sleep(0.05)
-
-
-def _uvicorn_config(app: Application) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(LAST_BYTES_S)),
-    )

@@ -17,16 +17,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings, ServerSettings
-from headrace.protocol.http_connection import Connection
+from headrace.protocol.http_listener import LAST_BYTES_S, CannotListen, HttpServer, http_server, listen
 from headrace.protocol.ipc import EngineInfo
 from headrace.server.engine_client import EngineClient, StartupError
 from headrace.server.metrics import EngineMetrics, ThroughputLog
@@ -38,18 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("headrace.server")
 uvicorn_logger = logging.getLogger("uvicorn.error")
 
-KEEP_ALIVE_S = 75
-BACKLOG = 2048
+USUAL_PORT = 8000
 STATS_INTERVAL_S = 10.0
 
-LAST_BYTES_S = 1.0
-"""For answers to reach their clients once the engine has nothing left to say."""
 CORE_PATIENCE_S = 0.5
 """For the core to leave by itself before it is killed."""
-
-
-class PortInUse(Exception):
-    """The address is taken; the message names the next free port."""
 
 
 def serve(
@@ -61,8 +53,8 @@ def serve(
     """
     configure_logging(server_settings.uvicorn_log_level)
     try:
-        listener = listen(server_settings.host, server_settings.port)
-    except PortInUse as error:
+        listener = listen(server_settings.host, server_settings.port, USUAL_PORT)
+    except CannotListen as error:
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         return 1
     with contextlib.closing(listener):
@@ -79,53 +71,6 @@ def configure_logging(uvicorn_log_level: str) -> None:
     logging.getLogger("headrace").setLevel(logging.INFO)
     level = "DEBUG" if uvicorn_log_level == "trace" else uvicorn_log_level.upper()
     logging.getLogger("uvicorn").setLevel(level)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises PortInUse when somebody else listens there, or the address is not ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise PortInUse(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit this: a streamed token must not wait for the one before to be acknowledged.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except PermissionError as error:
-        listener.close()
-        raise PortInUse(f"Port {port} needs special rights. Use --port 8000.") from error
-    except OSError as error:
-        listener.close()
-        free = next_free_port(host, port)
-        if free is None:
-            raise PortInUse(f"Cannot listen on {host}:{port}: {error.strerror}. Use --host 127.0.0.1.") from error
-        raise PortInUse(f"Port {port} on {host} is in use. Use --port {free}, or end what listens there.") from error
-    listener.setblocking(False)
-    return listener
-
-
-def next_free_port(host: str, port: int) -> int | None:
-    """The first port after `port` that can be bound, None if none of the next hundred can."""
-    for candidate in range(port + 1, min(port + 100, 65536)):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((host, candidate))
-                return candidate
-    return None
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: in which order things end is decided here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Ending:
@@ -183,13 +128,13 @@ async def run_engine(
     ending.clients.append(client)
     await client.start()
     ended = asyncio.create_task(ending.came.wait())
-    http: _HttpServer | None = None
+    http: HttpServer | None = None
     tasks: list[asyncio.Task[None]] = []
     status = 0
     try:
         # The core loads meanwhile; the tokenizer takes its time too, so signals are served from here on.
         app = await asyncio.to_thread(build_app, engine_settings, server_settings, client, metrics)
-        http = _HttpServer(_uvicorn_config(app, server_settings))
+        http = http_server(app, ssl_keyfile=server_settings.ssl_keyfile, ssl_certfile=server_settings.ssl_certfile)
         tasks.append(asyncio.create_task(http.serve(sockets=[listener])))
         ready = asyncio.create_task(_until_ready(client))
         await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,27 +182,6 @@ def build_app(
     )
 
 
-def _uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(LAST_BYTES_S)),
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-    )
-
-
 async def _until_ready(client: EngineClient) -> EngineInfo:
     waiting = asyncio.create_task(client.wait_ready())
     try:
@@ -287,7 +211,7 @@ async def _log_stats(metrics: EngineMetrics, client: EngineClient) -> None:
 
 
 async def _end(
-    client: EngineClient, http: _HttpServer | None, tasks: list[asyncio.Task[None]], patience_s: float
+    client: EngineClient, http: HttpServer | None, tasks: list[asyncio.Task[None]], patience_s: float
 ) -> None:
     if patience_s and client.num_open_requests:
         logger.info("Shutting down: %d requests may finish, for %g s.", client.num_open_requests, patience_s)

@@ -1,0 +1,91 @@
+"""What the engine's server and the gateway share of serving HTTP: a socket to listen on, and uvicorn as both run it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from headrace.protocol.http_connection import Connection
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+LAST_BYTES_S = 1.0
+"""For answers to reach their clients once there is nothing left to say."""
+
+
+class CannotListen(Exception):
+    """The address is taken or not ours; the message names one that would work."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: in which order things end is decided by who runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(app: Any, **more: Any) -> HttpServer:
+    """A server for an ASGI application, to be run on a socket of `listen`. `more` are settings of uvicorn's."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(LAST_BYTES_S)),
+        **more,
+    )
+    return HttpServer(config)
+
+
+def listen(host: str, port: int, usual_port: int) -> socket.socket:
+    """A listening socket whose connections send small pieces at once. Raises CannotListen.
+
+    `usual_port` is advised where `port` needs special rights.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise CannotListen(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit this; asyncio leaves it off for a listener that it is handed, which costs 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except PermissionError:
+        listener.close()
+        raise CannotListen(f"Port {port} needs special rights. Use --port {usual_port}.") from None
+    except OSError as error:
+        listener.close()
+        free = next_free_port(host, port)
+        if free is None:
+            raise CannotListen(f"Cannot listen on {host}:{port}: {error.strerror}. Use --host 127.0.0.1.") from None
+        raise CannotListen(f"Port {port} on {host} is in use. Use --port {free}, or end what listens there.") from None
+    listener.setblocking(False)
+    return listener
+
+
+def next_free_port(host: str, port: int) -> int | None:
+    """The first port after `port` that can be bound, None if none of the next hundred can."""
+    for candidate in range(port + 1, min(port + 100, 65536)):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((host, candidate))
+                return candidate
+    return None
