@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import stall
 from tests.api.test_long_prompt import step_time_target_s
 from tests.serving import running_server
+
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_a_6000_token_prompt_does_not_stop_eight_streams(tmp_path: Path) -> None:
