@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.serving import running_server
 
 START_LIMIT_S = 12.0
-"""8 s are promised on a machine that does nothing else (7.3 to 7.7 measured with a new database); this one may be busy."""
+"""8 s are promised on a machine that does nothing else (7.3 to 7.7 measured); this one may be busy."""
 PSS_LIMIT_MB = 960
 """With the gateway, alone on the machine, 931 to 935 were measured: float32 weights are 538 of it, torch 230."""
 TRIES = 4
