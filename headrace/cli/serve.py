@@ -16,6 +16,7 @@ from headrace.cli.flag_help import help_text
 
 if TYPE_CHECKING:
     from headrace.config.load import Launch
+    from headrace.config.settings import ServerSettings
     from headrace.protocol.ipc import EngineInfo
 
 Command = Literal["serve", "up"]
@@ -100,14 +101,10 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
 
 
 def _start(launch: Launch) -> int:
-    import msgspec
-
     from headrace.cli.startup import access_lines, base_url, print_block, print_lines
     from headrace.server.run import serve
 
-    engine, server = launch.engine, launch.server
-    if server.port == 0:
-        server = msgspec.structs.replace(server, port=free_port(server.host))
+    engine, server = launch.engine, with_port(launch.server)
 
     def banner(info: EngineInfo) -> None:
         print_block(info, engine)
@@ -117,8 +114,12 @@ def _start(launch: Launch) -> int:
     return serve(engine, server, banner=banner)
 
 
-def free_port(host: str) -> int:
-    """A port that is free now. Chosen before listening, because the examples on the screen must name it."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def with_port(server: ServerSettings) -> ServerSettings:
+    """The settings, with a port that is free now in place of 0: the examples on the screen must name it."""
+    import msgspec
+
+    if server.port != 0:
+        return server
+    with socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET) as probe:
+        probe.bind((server.host, 0))
+        return msgspec.structs.replace(server, port=int(probe.getsockname()[1]))

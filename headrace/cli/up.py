@@ -14,13 +14,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.options import Option, parse_options
 
 if TYPE_CHECKING:
-    from headrace.config.load import Launch
+    from headrace.config.settings import EngineSettings, ServerSettings
     from headrace.gateway.config_load import Overrides
     from headrace.gateway.ledger import Ledger
     from headrace.gateway.logs import GatewayLog
@@ -51,10 +52,11 @@ LATEST_END_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine to start. `name` is its upstream's name."""
+    """One engine to start. `name` is its upstream's name. What its files say is not kept: vocabularies are large."""
 
     name: str
-    launch: Launch
+    settings: EngineSettings
+    server: ServerSettings
 
 
 def up_command(words: Sequence[str]) -> int:
@@ -114,10 +116,10 @@ def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
     from headrace.gateway.config_load import InvalidConfig, engine_snapshot
     from headrace.gateway.snapshot import Upstream
 
-    launch = _launch(words, "")
-    if launch is None:
+    engine = _engine("engine", words, "")
+    if engine is None:
         return 2
-    server = launch.server
+    server = engine.server
     upstream = Upstream(
         name="engine",
         base_url=base_url(server),
@@ -129,7 +131,7 @@ def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
         snapshot = engine_snapshot(upstream, os.environ, overrides)
     except InvalidConfig as error:
         return _refused(error.problems)
-    return _start([Engine("engine", launch)], snapshot, overrides)
+    return _start([engine], snapshot, overrides)
 
 
 def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> int:
@@ -148,19 +150,17 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         )
     engines = []
     for spec in snapshot.engines:
-        launch = _launch(spec.flags, f"[engine.{spec.name}] ")
-        if launch is None:
+        engine = _engine(spec.name, spec.flags, f"[engine.{spec.name}] ")
+        if engine is None:
             return 2
-        engines.append(Engine(spec.name, launch))
+        engines.append(engine)
     return _start(engines, snapshot, overrides)
 
 
-def _launch(words: Sequence[str], place: str) -> Launch | None:
+def _engine(name: str, words: Sequence[str], place: str) -> Engine | None:
     """The checked settings of one engine; None after its mistakes have been printed."""
-    import msgspec
-
-    from headrace.cli.serve import free_port
-    from headrace.config.load import Launch, LaunchError, load
+    from headrace.cli.serve import with_port
+    from headrace.config.load import LaunchError, load
 
     try:
         launch = load(words)
@@ -169,10 +169,7 @@ def _launch(words: Sequence[str], place: str) -> Launch | None:
         return None
     for notice in launch.notices:
         print(f"Note: {place}{notice}", file=sys.stderr, flush=True)
-    if launch.server.port == 0:
-        server = msgspec.structs.replace(launch.server, port=free_port(launch.server.host))
-        return Launch(launch.engine, server, launch.files, launch.notices)
-    return launch
+    return Engine(name, launch.engine, with_port(launch.server))
 
 
 def _refused(lines: Sequence[str]) -> int:
@@ -195,13 +192,13 @@ def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) 
     from headrace.protocol.http_listener import CannotListen, listen
     from headrace.server.run import USUAL_PORT, configure_logging, leave_soon
 
-    configure_logging(engines[0].launch.server.uvicorn_log_level)
+    configure_logging(engines[0].server.uvicorn_log_level)
     at = snapshot.listen
     with contextlib.ExitStack() as stack:
         try:
             gateway = stack.enter_context(contextlib.closing(listen(at.host, at.port, GATEWAY_PORT)))
             listeners = [
-                stack.enter_context(contextlib.closing(listen(e.launch.server.host, e.launch.server.port, USUAL_PORT)))
+                stack.enter_context(contextlib.closing(listen(e.server.host, e.server.port, USUAL_PORT)))
                 for e in engines
             ]
             ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
@@ -233,7 +230,7 @@ async def _run(
     all_ready = asyncio.Event()
 
     def note_ready(engine: Engine, info: EngineInfo) -> None:
-        print_block(info, engine.launch.engine)
+        print_block(info, engine.settings)
         infos[engine.name] = info
         if len(infos) == len(engines):
             all_ready.set()
@@ -241,10 +238,10 @@ async def _run(
     running = [
         asyncio.create_task(
             run_engine(
-                engine.launch.engine,
-                engine.launch.server,
+                engine.settings,
+                engine.server,
                 listener,
-                lambda info, engine=engine: note_ready(engine, info),  # type: ignore[misc]
+                partial(note_ready, engine),
                 ending,
             )
         )
@@ -288,7 +285,7 @@ def _last_lines(
         ledger.keys.reload()
     lines = ["", *banner(snapshot, port, record, secret)]
     lines += [f"Engine         {engine.name}: {room_line(infos[engine.name])}" for engine in engines]
-    server = engines[0].launch.server
+    server = engines[0].server
     # A key is shown once only; later the example that works when pasted is the engine's own, which asks for none.
     url = lines[1].split()[-1] if secret is not None else base_url(server)
     return [*lines, "", *example_lines(server, url, secret), "Ctrl-C ends it."]
