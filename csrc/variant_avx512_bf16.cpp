@@ -1,0 +1,7 @@
+// The kernels for CPUs with AVX-512 and its BF16 and VNNI. Built with its own flags: see build.py.
+#define HR_ISA avx512_bf16
+#define HR_VARIANT_NAME "avx512_bf16"
+#define HR_VARIANT avx512_bf16_kernels
+#define HR_VNNI_BF16
+#include "simd_avx512.h"
+#include "variant.inl"

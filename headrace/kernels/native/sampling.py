@@ -1,0 +1,79 @@
+"""`sample` of kernels.ops by the library: the parts of SamplingRows as addresses, the outcome as arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kernels.native import library
+from headrace.kernels.ops import Float32, InvalidLogits, SampledRows, SamplingRows, TokenLists
+
+
+def sample(device: int, logits: Float32, rows: SamplingRows) -> SampledRows:
+    """One token for each row of `logits` [rows, vocab]. Raises InvalidLogits."""
+    count, vocab = logits.shape
+    keep: list[NDArray[Any]] = []
+
+    def given(array: NDArray[Any] | None, dtype: Any) -> int | None:
+        if array is None:
+            return None
+        keep.append(np.ascontiguousarray(array, dtype))
+        return keep[-1].ctypes.data
+
+    def lists(part: TokenLists | None) -> library.TokenLists:
+        if part is None:
+            return library.TokenLists()
+        return library.TokenLists(
+            given(part.starts, np.int32), given(part.token_ids, np.int32), given(part.numbers, np.float32)
+        )
+
+    def wanted(shape: int | tuple[int, int], dtype: Any) -> tuple[NDArray[Any], int]:
+        array = np.empty(shape, dtype)
+        return array, array.ctypes.data
+
+    token_ids, token_ids_at = wanted(count, np.int32)
+    broken, broken_at = wanted(count, np.uint8)
+    arguments = library.SampleArgs(
+        logits=library.View(logits.ctypes.data, logits.strides[0] // 4),
+        rows=count,
+        vocab=vocab,
+        temperature=given(rows.temperature, np.float32),
+        uniforms=given(rows.uniforms, np.float32),
+        top_k=given(rows.top_k, np.int32),
+        top_p=given(rows.top_p, np.float32),
+        min_p=given(rows.min_p, np.float32),
+        repetition_penalty=given(rows.repetition_penalty, np.float32),
+        frequency_penalty=given(rows.frequency_penalty, np.float32),
+        presence_penalty=given(rows.presence_penalty, np.float32),
+        seen=lists(rows.seen),
+        generated=lists(rows.generated),
+        logit_bias=lists(rows.logit_bias),
+        forbidden=lists(rows.forbidden),
+        allowed=lists(rows.allowed),
+        scored=lists(rows.scored),
+        given=given(rows.given, np.int32),
+        num_logprobs=-1,
+        token_ids=token_ids_at,
+        broken=broken_at,
+    )
+    reports: dict[str, NDArray[Any]] = {}
+    if rows.num_logprobs is not None:
+        width = min(rows.num_logprobs, vocab)
+        arguments.num_logprobs = width
+        for name, shape, dtype in (
+            ("logprobs", count, np.float32),
+            ("ranks", count, np.int32),
+            ("top_token_ids", (count, width), np.int32),
+            ("top_logprobs", (count, width), np.float32),
+        ):
+            reports[name], at = wanted(shape, dtype)
+            setattr(arguments, name, at)
+        if rows.scored is not None:
+            reports["scored_logprobs"], arguments.scored_logprobs = wanted(len(rows.scored.token_ids), np.float32)
+    library.load().hr_sample(device, ctypes.byref(arguments))
+    if broken.any():
+        raise InvalidLogits(np.flatnonzero(broken).tolist())
+    return SampledRows(token_ids, **reports)
