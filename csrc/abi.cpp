@@ -49,9 +49,9 @@ HR_EXPORT PackedMatrix* hr_matrix_new(Device* device, const SourceWeight* weight
   return device->kernels->pack(&device->pool, *weight, static_cast<Scheme>(scheme));
 }
 
-HR_EXPORT void hr_matrix_free(PackedMatrix* matrix) { matrix_free(matrix); }
+HR_EXPORT void hr_matrix_free(PackedMatrix* matrix) { free_packed(matrix); }
 
-HR_EXPORT int64_t hr_matrix_bytes(const PackedMatrix* matrix) { return matrix_bytes(matrix); }
+HR_EXPORT int64_t hr_matrix_bytes(const PackedMatrix* matrix) { return static_cast<int64_t>(packed_bytes(matrix)); }
 
 // Rows of a matrix as float32 [count, in].
 HR_EXPORT void hr_matrix_rows(Device* device, const PackedMatrix* matrix, const int32_t* rows, int64_t count,

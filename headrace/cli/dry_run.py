@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.protocol.ipc import EngineInfo
 
 EMBEDDING = "model.embed_tokens.weight"
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def predicted_info(launch: Launch) -> EngineInfo:
@@ -72,14 +73,15 @@ def text_notices(launch: Launch) -> list[str]:
 
 
 def predicted_weight_bytes(files: ModelFiles, kernels: Kernels) -> int:
-    """Memory of the weights once the reference kernels have them: dense matrices in the type they multiply in.
-
-    On a CPU the embedding stays as it is stored; one that is tied is needed as the output matrix too.
-    """
+    """Memory of the weights once the kernels have them; within some percent for the formats with 5 and 6 bits."""
+    if kernels.name == "native":
+        return _native_weight_bytes(files, kernels.dtype)
     from headrace.kernels.reference.kernels import multiplies_natively
 
+    # Dense matrices in the type they multiply in. On a CPU the embedding stays as it is stored; one that is tied is
+    # needed as the output matrix too.
     native = kernels.device != "cpu" or multiplies_natively(kernels.dtype)
-    width = kernels.kv_bytes_per_value if native else 4
+    width = DTYPE_BYTES[kernels.dtype] if native else 4
     total = 0
     for name, tensor in files.tensors.items():
         if name != EMBEDDING:
@@ -88,6 +90,20 @@ def predicted_weight_bytes(files: ModelFiles, kernels: Kernels) -> int:
         total += tensor.num_bytes if kernels.device == "cpu" else prod(tensor.shape) * width
         if files.config.tie_word_embeddings:
             total += prod(tensor.shape) * width
+    return total
+
+
+def _native_weight_bytes(files: ModelFiles, dtype: str) -> int:
+    """Block formats as they are in the file, but 5 and 6 bits as 8; dense ones rounded to the compute dtype."""
+    total = 0
+    for tensor in files.tensors.values():
+        count = prod(tensor.shape)
+        if len(tensor.shape) < 2:
+            total += 4 * count
+        elif tensor.dtype in ("F32", "F16", "BF16"):
+            total += tensor.num_bytes if dtype == "float32" else DTYPE_BYTES[dtype] * count
+        else:
+            total += tensor.num_bytes if tensor.dtype in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") else count * 5 // 4
     return total
 
 

@@ -319,6 +319,14 @@ REAL_FLAGS: tuple[Flag, ...] = (
         ),
     ),
     Flag(
+        "kernels",
+        "text",
+        "What computes on a CPU: auto is native; reference is torch's, slow, to compare with.",
+        DEVICE,
+        default="auto",
+        choices=("auto", "native", "reference"),
+    ),
+    Flag(
         "threads",
         "int",
         "CPU threads that compute; left out, as many as the container or the affinity allows.",

@@ -111,6 +111,7 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         tokenizer=tokenizer,
         device=cast('Literal["auto", "cpu", "cuda"]', value("device")),
         dtype=cast('Literal["auto", "float32", "float16", "bfloat16"]', value("dtype")),
+        kernels=cast('Literal["auto", "native", "reference"]', value("kernels")),
         kv_cache_dtype=str(value("kv-cache-dtype")),
         quantization=_text(given, "quantization"),
         hf_overrides=overrides,

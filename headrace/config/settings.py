@@ -21,6 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kernels: Literal["auto", "native", "reference"] = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     hf_overrides: dict[str, object] = {}

@@ -1,11 +1,12 @@
 """Chooses the device, the compute dtype and the kernels, and knows what this machine's CPU can do.
 
-dtype auto is the checkpoint's own where the device multiplies it natively; a CPU that does not computes in
-float32, which is exact and there also faster.
+A CPU runs the native kernels, and torch's reference ones where those were not built. dtype auto is the checkpoint's
+own; the reference on a CPU that does not multiply it natively computes in float32, which is exact and there faster.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from pathlib import Path
@@ -15,41 +16,88 @@ from headrace.config.model import ModelConfig
 from headrace.config.settings import EngineSettings
 from headrace.kernels.ops import Kernels
 
+logger = logging.getLogger("headrace.core")
+
 CPUINFO = Path("/proc/cpuinfo")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
 def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
-    """The kernels for these settings. Raises ConfigError when the device or torch is not there."""
+    """The kernels for these settings. Raises ConfigError when the device or what it needs is not there."""
+    wants_gpu = settings.device == "cuda" or (settings.device == "auto" and settings.kernels != "native" and has_gpu())
+    if wants_gpu and (kernels := _cuda_kernels(settings, config)) is not None:
+        return kernels
+    threads = settings.threads or available_threads()
+    if settings.kernels != "reference":
+        try:
+            return _native_kernels(settings, config, threads)
+        except ImportError as error:
+            if settings.kernels == "native":
+                raise ConfigError(f"--kernels native cannot work: {error}.") from error
+            missing = error
+        kernels = _reference_kernels(settings, config, threads, f"{missing}. Without them")
+        logger.warning("%s. The reference kernels of torch serve in their place, many times slower.", missing)
+        return kernels
+    return _reference_kernels(settings, config, threads, "--kernels reference cannot work:")
+
+
+def _native_kernels(settings: EngineSettings, config: ModelConfig, threads: int) -> Kernels:
+    """Raises ImportError when csrc/ was not built, or numpy is not installed."""
+    from headrace.kernels.native import NativeKernels
+
+    dtype = config.dtype if settings.dtype == "auto" else settings.dtype
+    return NativeKernels(dtype, threads, kv_cache_dtype=settings.kv_cache_dtype)
+
+
+def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: int, wanted_for: str) -> Kernels:
     # Read once, when torch's thread library is loaded. Waiting workers that spin take the core that the server
     # process needs, and on a busy machine every step waits for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        import torch
-
         from headrace.kernels.reference import ReferenceKernels
         from headrace.kernels.reference.kernels import multiplies_natively
     except ImportError as error:
         raise ConfigError(
-            f"the reference kernels need torch, which cannot be imported ({error}): "
-            "pip install 'headrace[engine,torch]'."
+            f"{wanted_for} torch is needed and cannot be imported ({error}): pip install 'headrace[engine,torch]'."
         ) from error
-    cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not cuda:
-        reason = "this torch is built for CPUs only" if torch.version.cuda is None else "no NVIDIA GPU is visible"
-        raise ConfigError(f"--device cuda cannot work: {reason}. --device cpu (or auto) runs on the CPU.")
-    if settings.device == "cuda" or (settings.device == "auto" and cuda):
-        dtype = config.dtype if settings.dtype == "auto" else settings.dtype
-        if dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
-            if settings.dtype != "auto":
-                raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
-            dtype = "float16"
-        return ReferenceKernels("cuda", dtype, settings.threads or available_threads())
     dtype = settings.dtype
     if dtype == "auto":
         dtype = config.dtype if multiplies_natively(config.dtype) else "float32"
-    return ReferenceKernels("cpu", dtype, settings.threads or available_threads())
+    return ReferenceKernels("cpu", dtype, threads)
+
+
+def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | None:
+    """None where `--device auto` finds that torch cannot use the GPU."""
+    asked = settings.device == "cuda"
+    try:
+        import torch
+
+        from headrace.kernels.reference import ReferenceKernels
+    except ImportError as error:
+        if not asked:
+            logger.warning("A GPU is there and torch is not (%s): the CPU serves.", error)
+            return None
+        raise ConfigError(
+            f"--device cuda needs torch, which cannot be imported ({error}): pip install 'headrace[engine,torch]'."
+        ) from error
+    if not torch.cuda.is_available():
+        reason = "this torch is built for CPUs only" if torch.version.cuda is None else "no NVIDIA GPU is visible"
+        if not asked:
+            logger.warning("A GPU is there and torch cannot use it (%s): the CPU serves.", reason)
+            return None
+        raise ConfigError(f"--device cuda cannot work: {reason}. --device cpu (or auto) runs on the CPU.")
+    dtype = config.dtype if settings.dtype == "auto" else settings.dtype
+    if dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+        if settings.dtype != "auto":
+            raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
+        dtype = "float16"
+    return ReferenceKernels("cuda", dtype, settings.threads or available_threads())
+
+
+def has_gpu() -> bool:
+    """Whether the system shows an NVIDIA GPU, without importing torch to ask."""
+    return any(Path(place).exists() for place in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))
 
 
 def available_threads() -> int:
