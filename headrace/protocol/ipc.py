@@ -24,6 +24,22 @@ class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True):
     min_count: int
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the generated text must match; protocol/structured_output.py and grammar_text.py make it.
+
+    `text` is a JSON Schema, a regular expression (for the whole text), a JSON list of the texts to choose from, a
+    grammar as people write it (GBNF, EBNF or Lark), or one in the grammar library's own language ("lark").
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
+    text: str
+    after_token_ids: tuple[int, ...] = ()
+    """With these, the grammar begins where the generated tokens first hold them in a row (the end of a reasoning
+    part, for instance); whatever comes before is free."""
+    field: str = ""
+    """The request's field it came from, for error messages."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How the tokens of one request are chosen. Every default is "has no effect".
 
@@ -37,6 +53,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     `allowed_token_ids` None allows every token. A sequence of `bad_words` may not be completed: its last token is
     forbidden where the generated tokens end in the others. Whoever makes these leaves a token to take everywhere.
+
+    With a `grammar` the sequence ends, with finish_reason "stop", as soon as the grammar allows nothing more. What
+    else is asked for takes away from what the grammar allows; where nothing is left the sequence ends in an error.
     """
 
     max_tokens: int
@@ -58,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     repetition_detection: RepetitionDetection | None = None
+    grammar: GrammarSpec | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

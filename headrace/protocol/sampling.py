@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.protocol import errors
-from headrace.protocol.ipc import SamplingParams
+from headrace.protocol.ipc import GrammarSpec, SamplingParams
 from headrace.protocol.token_limits import (
     RepetitionFields,
     TruncationSide,
@@ -172,13 +172,15 @@ def sampling_params(
     logprobs: int | None = None,
     echo_logprobs: int | None = None,
     bad_words: WordTokens = (),
+    grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
     """The engine's parameters. Raises ApiError (400) with the value and what is allowed.
 
     `where` ("messages" or "prompt") names the input in errors. `max_tokens` None takes the default: the smaller of
     what fits, `fallback_max_tokens` and the generation config's `max_new_tokens`. `fresh_seed` gives the seed of a
     request that names none. `echo_logprobs` are wanted of the prompt's tokens besides the field `prompt_logprobs`.
-    `bad_words` are the field's, as tokens. With `best_of` the engine's `n` is that many.
+    `bad_words` are the field's, as tokens. With `best_of` the engine's `n` is that many. With a `grammar` the model's
+    end token ends the answer also where `ignore_eos` is set: the grammar says where that may be.
     """
 
     def number(name: str, neutral: float) -> float:
@@ -224,7 +226,7 @@ def sampling_params(
 
     stop_token_ids = fields.stop_token_ids or []
     check_token_ids("stop_token_ids", stop_token_ids, limits.vocab_size)
-    eos = () if fields.ignore_eos else limits.eos_token_ids
+    eos = () if fields.ignore_eos and grammar is None else limits.eos_token_ids
     stops = tuple(dict.fromkeys((*eos, *stop_token_ids)))
     if n > (fields.n or 1) and logprobs is None:
         logprobs = 0
@@ -254,6 +256,7 @@ def sampling_params(
         ),
         bad_words=bad_words,
         repetition_detection=repetition_detection(fields.repetition_detection),
+        grammar=grammar,
     )
 
 
