@@ -166,7 +166,7 @@ struct SampleArgs {  // kernels/ops.py `SamplingRows`; optional arrays may be nu
   int32_t* top_token_ids;  // [rows, num_logprobs]
   float* top_logprobs;
   float* scored_logprobs;  // [scored.starts[rows]]
-  uint8_t* broken;         // [rows], 1: the row's best logit is not a finite number
+  uint8_t* broken;         // [rows], 1: the row's best logit is not a finite number, 2: no memory to choose in
 };
 
 struct Kernels {

@@ -60,6 +60,18 @@ static inline __m256 i8_part(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 static inline Vec load_i8(const int8_t* p) { return {i8_part(p), i8_part(p + 8)}; }
+static inline Vec half_words(__m256i words) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
+}
+static inline Vec load_e5m2(const uint8_t* p) {
+  __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return half_words(_mm256_slli_epi16(words, 8));
+}
+// x / 256 of each x: as it stands in a half float's bits. Not for NaN.
+static inline Vec load_e4m3_256th(const uint8_t* p) {
+  __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return half_words(_mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
 static inline void store(float* p, Vec x) {
   _mm256_storeu_ps(p, x.lo);
   _mm256_storeu_ps(p + 8, x.hi);
@@ -118,6 +130,17 @@ static inline Vec lanes_or(Vec a, int first, int end, Vec b) {
 static inline Vec below_or(Vec x, Vec limit, Vec a, Vec b) {
   return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, limit.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, limit.hi, _CMP_LT_OQ))};
+}
+static inline uint32_t at_least(Vec x, Vec limit) {
+  uint32_t lo = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GE_OQ)));
+  uint32_t hi = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GE_OQ)));
+  return lo | hi << 8;
+}
+static inline Vec bits_or(uint32_t bits, Vec a, Vec b) {
+  __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+  __m256i lo = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), hi = _mm256_slli_epi32(lo, 8);
+  return {_mm256_blendv_ps(b.lo, a.lo, _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, lo), lo))),
+          _mm256_blendv_ps(b.hi, a.hi, _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, hi), hi)))};
 }
 static inline __m256 pow2_part(__m256 n) {
   __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -55,6 +55,16 @@ static inline Vec load_f16(const uint16_t* p) {
 static inline Vec load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+static inline Vec load_e5m2(const uint8_t* p) {
+  __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_cvtph_ps(_mm256_slli_epi16(words, 8))};
+}
+// x / 256 of each x: as it stands in a half float's bits. Not for NaN.
+static inline Vec load_e4m3_256th(const uint8_t* p) {
+  __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {_mm512_cvtph_ps(words)};
+}
 static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 static inline void store_first(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
 // To the nearest, to even; NaN stays NaN.
@@ -92,6 +102,10 @@ static inline Vec lanes_or(Vec a, int first, int end, Vec b) {
 }
 static inline Vec below_or(Vec x, Vec limit, Vec a, Vec b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), b.v, a.v)};
+}
+static inline uint32_t at_least(Vec x, Vec limit) { return _mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ); }
+static inline Vec bits_or(uint32_t bits, Vec a, Vec b) {
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), b.v, a.v)};
 }
 static inline Vec scale_pow2(Vec x, Vec n) {
   __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));

@@ -65,6 +65,11 @@ static inline Vec load_first(const float* p, int n) { HR_EACH(i < n ? p[i] : 0.0
 static inline Vec load_bf16(const uint16_t* p) { HR_EACH(bf16_to_float(p[i])); }
 static inline Vec load_f16(const uint16_t* p) { HR_EACH(half_to_float(p[i])); }
 static inline Vec load_i8(const int8_t* p) { HR_EACH(static_cast<float>(p[i])); }
+static inline Vec load_e5m2(const uint8_t* p) { HR_EACH(half_to_float(static_cast<uint16_t>(p[i] << 8))); }
+// x / 256 of each x: as it stands in a half float's bits. Not for NaN.
+static inline Vec load_e4m3_256th(const uint8_t* p) {
+  HR_EACH(half_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)));
+}
 static inline void store(float* p, Vec x) { for (int i = 0; i < kLanes; i++) p[i] = x.v[i]; }
 static inline void store_first(float* p, Vec x, int n) { for (int i = 0; i < n; i++) p[i] = x.v[i]; }
 static inline void store_bf16(uint16_t* p, Vec x) { for (int i = 0; i < kLanes; i++) p[i] = float_to_bf16(x.v[i]); }
@@ -88,6 +93,14 @@ static inline Vec round(Vec a) { HR_EACH(std::nearbyintf(a.v[i])); }
 static inline Vec lanes_or(Vec a, int first, int end, Vec b) { HR_EACH(i >= first && i < end ? a.v[i] : b.v[i]); }
 // a where x < limit, else b (for NaN too).
 static inline Vec below_or(Vec x, Vec limit, Vec a, Vec b) { HR_EACH(x.v[i] < limit.v[i] ? a.v[i] : b.v[i]); }
+// Bit i: lane i of x is not below that of limit (never so for NaN).
+static inline uint32_t at_least(Vec x, Vec limit) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; i++) bits |= static_cast<uint32_t>(x.v[i] >= limit.v[i]) << i;
+  return bits;
+}
+// a in the lanes whose bit is set, b in the others.
+static inline Vec bits_or(uint32_t bits, Vec a, Vec b) { HR_EACH(bits >> i & 1 ? a.v[i] : b.v[i]); }
 // x * 2^n for whole n, -127 < n < 128.
 static inline Vec scale_pow2(Vec x, Vec n) {
   HR_EACH(x.v[i] * from_bits(static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23));
