@@ -24,6 +24,7 @@ from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
 from headrace.protocol.http_connection import Connection
 from headrace.server.app import App, create_app
+from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class ScriptedEngine:
 
     script: Script = field(default_factory=lambda: saying("Hello there!"))
     step_s: float = 0.0
-    refusal: ApiError | None = None
+    refuses: ApiError | None = None
     fails_after: int | None = None
     """Raises this engine's `failure` when a request has had so many steps."""
     failure: Exception | None = None
@@ -71,7 +72,7 @@ class ScriptedEngine:
     logprobs_of: dict[int, float] = field(default_factory=dict)
     """By index of a choice; the others' tokens have `logprob`."""
     num_cached_tokens: int = 0
-    state: str = "ready"
+    state: State = "ready"
     healthy: bool = True
     loading: ipc.Loading | None = None
     requests: list[ipc.AddRequest] = field(default_factory=list)
@@ -94,9 +95,10 @@ class ScriptedEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        streamed: bool = True,
     ) -> AsyncIterator[ipc.SequenceOutput]:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.refuses is not None:
+            raise self.refuses
         self.requests.append(
             ipc.AddRequest(
                 request_id=request_id, token_ids=token_ids, params=params, arrival_s=time.time(), priority=priority,
@@ -151,6 +153,9 @@ class ScriptedEngine:
 
     def abort(self, request_id: str, index: int | None = None, reason: ipc.FinishReason = "abort") -> None:
         self.aborted.append((request_id, index, reason))
+
+    def refusal(self) -> ApiError | None:
+        return state_refusal(self.state, loading=self.loading)
 
     async def reset_prefix_cache(self) -> int:
         return 7

@@ -245,6 +245,15 @@ def engine_error(message: str) -> ApiError:
     return ApiError(500, message, type="server_error", code="engine_error")
 
 
+def request_kills_engine(deaths: int) -> ApiError:
+    message = (
+        f"The engine process died {deaths} times while it worked on this request, so it is not tried again. Other "
+        "requests go on; the server's log has more."
+    )
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, message, type="server_error", code="request_kills_engine", headers=headers)
+
+
 def gateway_draining() -> ApiError:
     return unavailable("draining", "This gateway is shutting down. Try again in a few seconds.")
 

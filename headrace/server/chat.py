@@ -65,6 +65,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
         ids_as_tokens=bool(sampling.return_tokens_as_token_ids),
         priority=priority,
         cache_salt=sampling.cache_salt,
+        streamed=bool(sampling.stream),
     )
     answer = ChatAnswer(
         head,

@@ -61,6 +61,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
                 ids_as_tokens=bool(sampling.return_tokens_as_token_ids),
                 priority=priority,
                 cache_salt=sampling.cache_salt,
+                streamed=bool(sampling.stream),
             )
         )
         echo = _echo(serving, prompt if len(token_ids) == len(whole) else token_ids) if fields.echo else ""

@@ -1,8 +1,7 @@
 """The engine as the HTTP server knows it: `generate()` and a state; the core behind it may die and come back.
 
-A request is a stream of `SequenceOutput`. Between the core, which sends one message a step, and a client that
-reads slowly stands one merged output per sequence: a reader that falls behind gets more tokens at a time, and
-memory stays bounded by `n` outputs of at most `max_tokens` tokens.
+A request is a stream of `SequenceOutput` (request_stream.py). When the core dies, requests of which nothing was
+sent are done again by the next one (replay.py); the others get an error.
 
     loading ─► ready ─► restarting ─► ready ...        draining: no new requests, the running ones finish
        └─► failed (it never came up: the message says what to change)
@@ -15,19 +14,17 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Literal
-
-import msgspec
 
 from headrace.config.settings import EngineSettings
 from headrace.protocol import errors, ipc
 from headrace.protocol.errors import ApiError
+from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics, RequestRecord
+from headrace.server.replay import Replays
+from headrace.server.request_stream import RequestStream
 from headrace.server.supervisor import Backoff, CoreProcess, Heartbeat, describe_exit
 
 logger = logging.getLogger("headrace.server")
-
-State = Literal["loading", "ready", "restarting", "draining", "failed"]
 
 TICK_S = 0.25
 
@@ -39,7 +36,10 @@ class StartupError(Exception):
 class EngineClient:
     """Owns the core process: starts it, watches it, restarts it, and carries requests to it and tokens back."""
 
-    def __init__(self, settings: EngineSettings, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, metrics: EngineMetrics | None = None, *, core_module: str = "headrace.core"
+    ) -> None:
+        """`core_module` is what `python -m` runs as the core; tests run one that fails."""
         self.settings = settings
         self.metrics = metrics if metrics is not None else EngineMetrics(settings.model)
         self.state: State = "loading"
@@ -48,8 +48,10 @@ class EngineClient:
         self.last_stats: ipc.StepStats | None = None
         self.num_restarts = 0
         self.failure: str | None = None
+        self._core_module = core_module
         self._core: CoreProcess | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
+        self._replays = Replays()
         self._resets: list[asyncio.Future[int]] = []
         self._heartbeat = Heartbeat(settings.step_timeout_s, TICK_S)
         self._started = asyncio.Event()
@@ -58,6 +60,7 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._restart_at = 0.0
+        self._last_death = ""
         self._ready_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,32 +133,37 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        streamed: bool = True,
     ) -> AsyncIterator[ipc.SequenceOutput]:
         """The outputs of all `params.n` sequences as they come, until each has its finish_reason.
 
         An output may carry the tokens of several steps if the caller was slow. Closing the iterator (or
-        cancelling the task that reads it) aborts what still runs. Raises ApiError: before the first output when
-        the request is refused (400, 429, 503), at any time when the engine dies (503) or its step fails (500).
+        cancelling the task that reads it) aborts what still runs. `streamed` False promises that nothing is sent
+        before all is there: such a request outlives the core's death at any time, others until their first output.
+
+        Raises ApiError: before the first output when the request is refused (400, 429, 503), at any time when the
+        engine dies (503), the request itself kills it or its step fails (500).
         """
-        core = self._accepting()
+        self._accepting()
         if request_id in self._streams:
             raise errors.invalid_value("request_id", f"The request id {errors.quoted(request_id)} is in use.")
-        now = time.time()
+        message = ipc.AddRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            params=params,
+            arrival_s=time.time(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         record = RequestRecord(num_prompt_tokens=len(token_ids), params=params, arrived=time.perf_counter())
-        stream = _Stream(params.n, record)
+        stream = RequestStream(message, record, streamed=streamed)
         self._streams[request_id] = stream
         self._idle.clear()
         try:
-            core.send(
-                ipc.AddRequest(
-                    request_id=request_id,
-                    token_ids=token_ids,
-                    params=params,
-                    arrival_s=now,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                )
-            )
+            if self._replays:
+                self._replays.hold(stream)
+            else:
+                self._send(stream)
             while (output := await stream.next()) is not None:
                 if output.finish_reason == "error":
                     raise errors.engine_error(output.error or "The engine failed on this request.")
@@ -176,7 +184,8 @@ class EngineClient:
         if closed:
             for _ in closed:
                 self.metrics.sequence_finished(reason)
-            self._core.send(ipc.AbortRequest(request_id=request_id, index=index))
+            if stream.in_core:
+                self._core.send(ipc.AbortRequest(request_id=request_id, index=index))
 
     async def reset_prefix_cache(self) -> int:
         """Forget cached blocks that nobody uses; the number of blocks freed. Raises ApiError 503."""
@@ -186,42 +195,55 @@ class EngineClient:
         core.send(ipc.ResetPrefixCache())
         return await answer
 
+    def refusal(self) -> ApiError | None:
+        """Why no request is taken now; None when requests are."""
+        wait_s = self._restart_at - time.monotonic()
+        return state_refusal(self.state, loading=self.loading, last_death=self._last_death, restart_in_s=wait_s)
+
     def _accepting(self) -> CoreProcess:
-        if self._draining:
-            raise errors.unavailable("draining", "The server is shutting down and takes no new requests.")
-        if self.state == "ready" and self._core is not None:
-            return self._core
-        if self.state == "restarting":
-            wait_s = max(1, round(self._restart_at - time.monotonic() + 2))
-            raise errors.unavailable("engine_restarting", "The engine died and is being restarted.", wait_s)
-        if self.state == "failed":
-            raise errors.unavailable("engine_failed", "The engine could not start; see the server's log.", 30)
-        raise errors.unavailable("engine_loading", f"The model is still loading{self._progress()}.")
+        refusal = self.refusal()
+        if refusal is not None or self._core is None:
+            raise refusal or errors.unavailable("engine_restarting", "The engine is being restarted.")
+        return self._core
 
-    def _progress(self) -> str:
-        loading = self.loading
-        return f" ({loading.phase}, {100 * loading.done // loading.total} %)" if loading and loading.total else ""
+    def _send(self, stream: RequestStream) -> None:
+        """Give a request to the core; of one that is done again only the sequences that had not ended."""
+        assert self._core is not None
+        stream.in_core = True
+        self._core.send(stream.message)
+        for index in range(stream.message.params.n):
+            if index not in stream.open:
+                self._core.send(ipc.AbortRequest(request_id=stream.message.request_id, index=index))
 
-    def _forget(self, request_id: str, stream: _Stream) -> None:
+    def _send_due(self) -> None:
+        if self._replays and self._core is not None and self.state in ("ready", "draining"):
+            for stream in self._replays.due():
+                self._send(stream)
+
+    def _forget(self, request_id: str, stream: RequestStream) -> None:
         self._streams.pop(request_id, None)
         if not self._streams:
             self._idle.set()
         if stream.open:
-            if self._core is not None and stream.error is None:
+            if self._core is not None and stream.in_core and stream.error is None:
                 self._core.send(ipc.AbortRequest(request_id=request_id))
             if not stream.refused:
                 for _ in stream.open:
                     self.metrics.sequence_finished("error" if stream.error is not None else "abort")
+            stream.open.clear()
         if not stream.refused:
             self.metrics.request_finished(stream.record)
+        self._send_due()
 
     def _fail_all(self, error: ApiError) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+        for answer in self._take_resets():
+            answer.set_exception(error)
+
+    def _take_resets(self) -> list[asyncio.Future[int]]:
         resets, self._resets = self._resets, []
-        for answer in resets:
-            if not answer.done():
-                answer.set_exception(error)
+        return [answer for answer in resets if not answer.done()]
 
     # messages
 
@@ -235,13 +257,16 @@ class EngineClient:
                 for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is not None and output.index in stream.open:
-                        self.metrics.output(stream.record, output, now)
-                        stream.push(output)
+                        fresh = stream.push(output)
+                        if fresh is not None:
+                            self.metrics.output(stream.record, fresh, now)
+                self._send_due()
             case ipc.Refused(request_id=request_id):
                 self._heartbeat.beat()
                 if (stream := self._streams.get(request_id)) is not None:
                     self.metrics.refused(message.code)
                     stream.refuse(_refusal(message))
+                    self._send_due()
             case ipc.PrefixCacheReset(num_blocks=num_blocks):
                 if self._resets:
                     answer = self._resets.pop(0)
@@ -258,6 +283,7 @@ class EngineClient:
                 if not self._draining:
                     self.state = "ready"
                 self._started.set()
+                self._send_due()
             case ipc.Failed(message=text):
                 self.failure = text
 
@@ -278,22 +304,40 @@ class EngineClient:
                 self._started.set()
                 return
             self.metrics.core_lost()
+            was_ready = self._ready_at is not None
             ready_s = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
             self._ready_at = None
             delay_s = backoff.after_death(ready_s)
             self._restart_at = time.monotonic() + delay_s
+            self._last_death = reason
             self.num_restarts += 1
             if not self._draining:
                 self.state = "restarting"
-            logger.error("%s, %d open requests fail; restart in %.1f s.", reason, len(self._streams), delay_s)
+            num_open = len(self._streams)
+            num_failed = self._after_death(reason, was_ready)
+            logger.error(
+                "%s. Of %d open requests %d fail and %d are done again; restart %d in %.1f s.",
+                reason, num_open, num_failed, num_open - num_failed, self.num_restarts, delay_s,
+            )  # fmt: skip
             if self.failure is not None:
                 logger.error("%s", self.failure)
                 self.failure = None
-            self._fail_all(
-                errors.unavailable("engine_restarting", f"{reason} before this request was done. Send it again.")
-            )
             await asyncio.sleep(delay_s)
             core = await self._respawn(backoff)
+
+    def _after_death(self, reason: str, was_ready: bool) -> int:
+        """Fail the requests that cannot be done again; how many. A core that died while it loaded leaves no hope."""
+        lost = errors.unavailable("engine_restarting", f"{reason} before this request was done. Send it again.")
+        for answer in self._take_resets():
+            answer.set_exception(lost)
+        before = [stream for stream in self._streams.values() if not stream.is_over]
+        for stream in before:
+            if not was_ready or (stream.in_core and not stream.repeatable):
+                stream.fail(lost)
+        for stream in self._replays.after_death([stream for stream in before if not stream.is_over]):
+            logger.error("Request %s was there at %d deaths and fails.", stream.message.request_id, stream.num_deaths)
+            stream.fail(errors.request_kills_engine(stream.num_deaths))
+        return sum(stream.is_over for stream in before)
 
     async def _respawn(self, backoff: Backoff) -> CoreProcess:
         while True:
@@ -305,7 +349,7 @@ class EngineClient:
                 await asyncio.sleep(delay_s)
 
     async def _spawn(self) -> CoreProcess:
-        self._core = core = await CoreProcess.spawn(self.settings, self._on_message)
+        self._core = core = await CoreProcess.spawn(self.settings, self._on_message, self._core_module)
         self.metrics.core_pid = core.pid
         return core
 
@@ -318,12 +362,14 @@ class EngineClient:
                 continue
             core.receive_pending()
             beat = self._heartbeat
-            beat.tick(time.monotonic(), pending=bool(self._streams) and self.state in ("ready", "draining"))
+            # Not those that have all their tokens and a reader who does not take them.
+            num_pending = sum(stream.in_core and not stream.is_over for stream in self._streams.values())
+            beat.tick(time.monotonic(), pending=num_pending > 0 and self.state in ("ready", "draining"))
             if beat.late and not was_late:
                 logger.error(
                     "No step has finished for %.1f s while %d requests wait (limit %.1f s): /health answers 503.",
                     beat.silent_s,
-                    len(self._streams),
+                    num_pending,
                     beat.timeout_s,
                 )
             was_late = beat.late
@@ -331,77 +377,6 @@ class EngineClient:
                 logger.error("The engine is stuck (%.1f s without a step): it is killed.", beat.silent_s)
                 core.kill()
                 beat.beat()
-
-
-class _Stream:
-    """The outputs of one request that nobody has read yet: at most one, merged, for each sequence."""
-
-    def __init__(self, n: int, record: RequestRecord) -> None:
-        self.open = set(range(n))
-        self.record = record
-        self.error: ApiError | None = None
-        self.refused = False
-        self._unread: dict[int, ipc.SequenceOutput] = {}
-        self._reader: asyncio.Future[None] | None = None
-
-    async def next(self) -> ipc.SequenceOutput | None:
-        """The oldest unread output; None when all sequences have ended. Raises the stream's ApiError."""
-        while True:
-            if self._unread:
-                return self._unread.pop(next(iter(self._unread)))
-            if self.error is not None:
-                raise self.error
-            if not self.open:
-                return None
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-
-    def push(self, output: ipc.SequenceOutput) -> None:
-        unread = self._unread.get(output.index)
-        self._unread[output.index] = output if unread is None else merge(unread, output)
-        if output.finish_reason is not None:
-            self.open.discard(output.index)
-        self._wake()
-
-    def close_sequence(self, index: int) -> bool:
-        if index not in self.open:
-            return False
-        self.open.discard(index)
-        self._unread.pop(index, None)
-        self._wake()
-        return True
-
-    def refuse(self, error: ApiError) -> None:
-        self.refused = True
-        self.fail(error)
-
-    def fail(self, error: ApiError) -> None:
-        if self.open and self.error is None:
-            self.error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-def merge(first: ipc.SequenceOutput, second: ipc.SequenceOutput) -> ipc.SequenceOutput:
-    """Two outputs of one sequence, in order, as one."""
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
-    prompt_logprobs = [*(first.prompt_logprobs or ()), *(second.prompt_logprobs or ())]
-    return msgspec.structs.replace(
-        second,
-        token_ids=[*first.token_ids, *second.token_ids],
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs or None,
-        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
-        queue_s=max(first.queue_s, second.queue_s),
-    )
 
 
 def _refusal(refused: ipc.Refused) -> ApiError:

@@ -31,6 +31,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        streamed: bool = True,
     ) -> AsyncIterator[SequenceOutput]: ...
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None: ...
@@ -52,6 +53,8 @@ class GenerationRequest:
     ids_as_tokens: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    streamed: bool = True
+    """Deltas are sent as they come; else only when all are there, so the engine may begin again after a failure."""
 
 
 async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequest) -> AsyncIterator[Delta]:
@@ -74,7 +77,12 @@ async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequ
     num_open = params.n
     prompt_logprobs: list[TokenLogprobs] = []
     outputs = engine.generate(
-        request.request_id, request.token_ids, params, priority=request.priority, cache_salt=request.cache_salt
+        request.request_id,
+        request.token_ids,
+        params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        streamed=request.streamed,
     )
     async with aclosing(outputs) as stream:  # type: ignore[type-var]
         async for output in stream:

@@ -22,7 +22,7 @@ from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import EngineInfo, Loading
+from headrace.protocol.ipc import EngineInfo
 from headrace.protocol.sampling import ModelLimits, SamplingFields
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.generation import Engine
@@ -44,13 +44,11 @@ class Client(Engine, Protocol):
     """`EngineClient` as the routes see it."""
 
     info: EngineInfo | None
-    loading: Loading | None
-
-    @property
-    def state(self) -> str: ...
 
     @property
     def healthy(self) -> bool: ...
+
+    def refusal(self) -> ApiError | None: ...
 
     async def reset_prefix_cache(self) -> int: ...
 
@@ -113,18 +111,7 @@ class Serving:
 
     def not_ready(self) -> ApiError | None:
         """Why the server takes no request for text now; None when it does."""
-        match self.client.state:
-            case "ready":
-                return None
-            case "draining":
-                return errors.unavailable("draining", "The server is shutting down and takes no new requests.")
-            case "restarting":
-                return errors.unavailable("engine_restarting", "The engine died and is being restarted.")
-            case "failed":
-                return errors.unavailable("engine_failed", "The engine could not start; see the server's log.", 30)
-        loading = self.client.loading
-        progress = f" ({loading.phase}, {100 * loading.done // loading.total} %)" if loading and loading.total else ""
-        return errors.unavailable("engine_loading", f"The model is still loading{progress}.")
+        return self.client.refusal()
 
     def ready_info(self) -> EngineInfo:
         """What the engine said of itself. Raises ApiError (503) unless it takes requests."""

@@ -63,7 +63,9 @@ class CoreProcess:
         self._loop.call_soon(self._receive)
 
     @classmethod
-    async def spawn(cls, settings: EngineSettings, on_message: Callable[[ipc.FromCore], None]) -> CoreProcess:
+    async def spawn(
+        cls, settings: EngineSettings, on_message: Callable[[ipc.FromCore], None], module: str = "headrace.core"
+    ) -> CoreProcess:
         directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.PAIR)
@@ -76,7 +78,7 @@ class CoreProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "headrace.core",
+                module,
                 address,
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,

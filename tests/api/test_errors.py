@@ -238,7 +238,7 @@ async def test_a_very_long_prompt_is_counted_beside_the_loop_and_refused_with_it
 
 
 async def test_a_request_that_the_engine_can_never_run_is_refused_with_its_words() -> None:
-    engine = ScriptedEngine(refusal=errors.refused("kv_cache_too_small", "It needs 40 blocks, and there are 30."))
+    engine = ScriptedEngine(refuses=errors.refused("kv_cache_too_small", "It needs 40 blocks, and there are 30."))
     for stream in (False, True):
         answer = await ask(engine, stream=stream)
         assert answer.status_code == 400
@@ -418,7 +418,7 @@ async def test_health_is_503_when_the_engine_is_frozen() -> None:
 
 
 async def test_a_full_queue_is_429_with_retry_after() -> None:
-    answer = await ask(ScriptedEngine(refusal=errors.queue_full("1024 requests are waiting already.")))
+    answer = await ask(ScriptedEngine(refuses=errors.queue_full("1024 requests are waiting already.")))
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert error_of(answer)["type"] == "rate_limit_error"

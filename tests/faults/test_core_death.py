@@ -1,4 +1,4 @@
-"""The core dies, hangs, or is left alone; the server's side notices, says so, and starts it again."""
+"""The core dies, hangs, or is left alone; the server's side notices, says so, and starts it and its work again."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from headrace.config.settings import EngineSettings
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import SamplingParams
 from headrace.server.engine_client import EngineClient
+from headrace.server.supervisor import Backoff
+from tests.dying_core import DEADLY
 from tests.tiny_models import tiny_llama
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0)
@@ -29,17 +31,31 @@ def model(tmp_path_factory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_waits():
+    """A core is started again after a tenth of a second, and twice that at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backoff, "FIRST_S", 0.1)
+        patch.setattr(Backoff, "LONGEST_S", 0.2)
+        yield
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model) -> AsyncIterator[EngineClient]:
     """One server's side for all faults: each test leaves it with a healthy core."""
     settings = EngineSettings(
         model=str(model), dtype="float32", threads=1, kv_cache_memory_bytes=4 << 20, step_timeout_s=1.0
     )
-    running = EngineClient(settings)
+    running = EngineClient(settings, core_module="tests.dying_core")
     await running.start()
     await running.wait_ready()
     yield running
     await running.stop()
+
+
+async def tokens(client: EngineClient, name: str, prompt: list[int], max_tokens: int = 40, **how) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [token async for output in client.generate(name, prompt, params, **how) for token in output.token_ids]
 
 
 async def until(condition, seconds: float) -> None:
@@ -49,7 +65,7 @@ async def until(condition, seconds: float) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_killed_core_fails_its_requests_and_comes_back(client):
+async def test_a_killed_core_fails_the_streams_it_had_begun_and_comes_back(client):
     started = [client.generate(f"r{i}", [1, 2, 3 + i], LONG) for i in range(3)]
     for stream in started:
         await anext(stream)
@@ -62,13 +78,56 @@ async def test_a_killed_core_fails_its_requests_and_comes_back(client):
         assert (error.value.status, error.value.code) == (503, "engine_restarting")
     assert time.monotonic() - killed_at < 1
     assert client.state == "restarting" and not client.healthy
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(ApiError, match=r"SIGKILL.*It is (restarted in 0\.\d s|being restarted)") as error:
         await anext(client.generate("meanwhile", [1], LONG))
     assert error.value.status == 503 and int(error.value.headers["retry-after"]) >= 1
     await until(lambda: client.healthy, 15)
-    assert client.num_open_requests == 0 and client.num_restarts == 1
+    assert client.num_open_requests == 0 and client.num_restarts >= 1
     last = [output async for output in client.generate("after", [1, 2, 3], SamplingParams(max_tokens=5))][-1]
     assert last.finish_reason is not None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_was_not_sent_yet_is_done_again_by_the_next_core(client):
+    """One answer was begun and not sent, two more had not begun; nobody who asked notices more than a pause."""
+    expected = await asyncio.gather(*(tokens(client, f"before{i}", [9, 8, 7, i], 400) for i in range(3)))
+    whole = asyncio.create_task(tokens(client, "whole", [9, 8, 7, 0], 400, streamed=False))
+    await until(lambda: client._streams["whole"].num_received > 20 if "whole" in client._streams else False, 5)
+    streams = [asyncio.create_task(tokens(client, f"stream{i}", [9, 8, 7, i], 400)) for i in (1, 2)]
+    await asyncio.sleep(0)
+    os.kill(client.core_pid, signal.SIGKILL)
+    async with asyncio.timeout(15):
+        assert await asyncio.gather(whole, *streams) == expected
+    assert client.num_open_requests == 0 and not client._replays
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("deadly_at", [3, 12], ids=["at its first step", "in the middle of its answer"])
+async def test_a_request_that_kills_every_core_fails_alone(client, deadly_at):
+    """It is there at two deaths. The others, which were with it both times, are done again and get all their tokens."""
+    expected = [await tokens(client, f"good{i}", [5, 6, 7, i]) for i in range(4)]
+    restarts = client.num_restarts
+    prompts = [[5, 6, 7, 0], [5, 6, 7, 1], [DEADLY, deadly_at, 1], [5, 6, 7, 2], [5, 6, 7, 3]]
+    async with asyncio.timeout(15):
+        results = await asyncio.gather(
+            *(tokens(client, f"r{i}", prompt, streamed=False) for i, prompt in enumerate(prompts)),
+            return_exceptions=True,
+        )
+    killer = results.pop(2)
+    assert isinstance(killer, ApiError) and (killer.status, killer.code) == (500, "request_kills_engine")
+    assert "died 2 times while it worked on this request" in killer.message
+    assert killer.headers["x-should-retry"] == "false"
+    assert results == expected
+    assert client.num_restarts == restarts + 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_reader_who_takes_nothing_is_not_mistaken_for_a_stuck_core(client):
+    stream = client.generate("slow reader", [4, 5, 6], SamplingParams(max_tokens=5, temperature=0.0))
+    await anext(stream)
+    await asyncio.sleep(2.5)
+    assert client.healthy
+    assert [output.finish_reason async for output in stream][-1] == "length"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -103,7 +162,8 @@ from headrace.config.settings import EngineSettings
 from headrace.server.engine_client import EngineClient
 
 async def main():
-    client = EngineClient(EngineSettings(model=sys.argv[1], threads=1, kv_cache_memory_bytes=4 << 20))
+    settings = EngineSettings(model=sys.argv[1], threads=1, kv_cache_memory_bytes=4 << 20)
+    client = EngineClient(settings, core_module="tests.dying_core")
     await client.start()
     await client.wait_ready()
     print(client.core_pid, flush=True)

@@ -91,6 +91,7 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.queue_full("x"),
         errors.internal_error("x"),
         errors.engine_error("x"),
+        errors.request_kills_engine(2),
         errors.not_implemented("/x", "y"),
     ]
     return {str(e.code): (e.status, e.type) for e in made}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.protocol import ipc
-from headrace.server.engine_client import merge
+from headrace.server.request_stream import merge
 from headrace.server.supervisor import Backoff, Heartbeat, describe_exit
 
 
