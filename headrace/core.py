@@ -81,6 +81,7 @@ class EngineCore:
                 max_model_len=plan.max_model_len,
                 num_blocks=plan.num_blocks,
                 block_size=plan.block_size,
+                num_groups=len(files.config.layer_groups),
                 enable_prefix_caching=settings.enable_prefix_caching,
                 enable_chunked_prefill=settings.enable_chunked_prefill,
                 policy=settings.scheduling_policy,
@@ -208,7 +209,7 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
     divided = []
     for place, steps in enumerate(group for group in groups if group):
         ids = {step.seq_id for step in steps}
-        blocks = {block_id for step in steps for block_id in step.new_block_ids}
+        blocks = {block_id for step in steps for own in step.new_block_ids for block_id in own}
         divided.append(
             dataclasses.replace(
                 plan,

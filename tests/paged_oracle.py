@@ -52,7 +52,7 @@ class Row:
     token_ids: list[int]
     prefixes: list[int]
     """Fingerprint after 0, 1, 2 ... tokens."""
-    block_table: list[int]
+    block_tables: list[list[int]]
     params: SamplingParams
     index: int
 
@@ -88,14 +88,17 @@ class PagedOracle:
         written: set[int] = set()
         for step in plan.steps:
             row = self.rows[step.seq_id]
-            row.block_table += step.new_block_ids
+            row.block_tables = row.block_tables or [[] for _ in step.new_block_ids]
+            for table, own in zip(row.block_tables, step.new_block_ids, strict=True):
+                table += own
             assert step.num_tokens > 0 and step.start + step.num_tokens <= len(row.token_ids)
             assert step.samples == (step.start + step.num_tokens == len(row.token_ids))
             for position in range(step.start, step.start + step.num_tokens):
-                slot = row.block_table[position // size] * size + position % size
-                assert slot not in written, "two sequences write one slot"
-                written.add(slot)
-                self.slots[slot] = row.prefixes[position + 1]
+                for table in row.block_tables:
+                    slot = table[position // size] * size + position % size
+                    assert slot not in written, "two sequences write one slot"
+                    written.add(slot)
+                    self.slots[slot] = row.prefixes[position + 1]
         sampled, scored = [], []
         for step in plan.steps:
             if step.num_scored:
@@ -103,8 +106,9 @@ class PagedOracle:
                 tokens = self.rows[step.seq_id].token_ids[step.start + 1 : step.start + 1 + step.num_scored]
                 scored.append(Scored(step.seq_id, tuple(TokenLogprobs(t, -float(t), 1, [], []) for t in tokens)))
             row, end = self.rows[step.seq_id], step.start + step.num_tokens
-            read = [self.slots[row.block_table[p // size] * size + p % size] for p in range(end)]
-            assert read == row.prefixes[1 : end + 1], f"sequence {step.seq_id} reads what others wrote"
+            for table in row.block_tables:
+                read = [self.slots[table[p // size] * size + p % size] for p in range(end)]
+                assert read == row.prefixes[1 : end + 1], f"sequence {step.seq_id} reads what others wrote"
             if step.samples:
                 token_id = next_token(row.prefixes[-1], row.params.seed, row.index)
                 row.append(token_id)

@@ -5,6 +5,13 @@ from __future__ import annotations
 import msgspec
 
 
+class LayerGroup(msgspec.Struct, frozen=True):
+    """Layers that share block tables, because they keep the same tokens: all, or those in their `window`."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The architecture of a decoder. Names follow Hugging Face's config.json.
 
@@ -64,9 +71,41 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """How many tokens a row of this layer sees; None = all before it."""
         return self.sliding_window if self.sliding_layers and self.sliding_layers[layer] else None
 
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers in groups of at most `layers_per_group`, those without a window first.
+
+        A block holds the keys and values of one group's layers. Full layers keep every token, so their groups are
+        filled: as many groups as there are full layers for each sliding one (at least one), all of one size.
+        Sliding layers, of which a window is kept, take as many groups of that size as they need. 4 full and 22
+        sliding layers are groups of 4 and of 4 4 4 4 4 2; layers of one kind are one group.
+        """
+        sliding = [layer for layer in range(self.num_layers) if self.window(layer) is not None]
+        full = [layer for layer in range(self.num_layers) if self.window(layer) is None]
+        size = self.layers_per_group
+
+        def groups(layers: list[int], window: int | None) -> list[LayerGroup]:
+            return [LayerGroup(tuple(layers[i : i + size]), window) for i in range(0, len(layers), size)]
+
+        return (*groups(full, None), *groups(sliding, self.sliding_window))
+
+    @property
+    def layers_per_group(self) -> int:
+        num_sliding = sum(self.sliding_layers)
+        num_full = self.num_layers - num_sliding
+        if not num_sliding or not num_full:
+            return self.num_layers
+        return -(-num_full // max(1, num_full // num_sliding))
+
+    def cache_place(self, layer: int) -> tuple[int, int]:
+        """(group, place in the group) of a layer."""
+        groups = self.layer_groups
+        group = next(g for g, own in enumerate(groups) if layer in own.layers)
+        return group, groups[group].layers.index(layer)
+
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value)
+        """Bytes of keys and values that one token takes in a block: over the layers of one group."""
+        return int(2 * self.layers_per_group * self.num_kv_heads * self.head_dim * bytes_per_value)

@@ -19,14 +19,17 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes in tokens, blocks and seconds. `step_time_target_s` bounds steps in which prefill joins decodes,
-    `max_scored_rows` the prompt tokens that one step gives log-probabilities of."""
+    """Sizes in tokens, blocks and seconds; `num_groups` of layers, with block tables of their own.
+
+    `step_time_target_s` bounds steps in which prefill joins decodes, `max_scored_rows` the prompt tokens that one
+    step gives log-probabilities of."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     num_blocks: int
     block_size: int
+    num_groups: int = 1
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -73,7 +76,7 @@ def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
             "Please shorten the prompt or ask for fewer tokens (max_tokens).",
         )
     num_stored = num_prompt + num_new - 1
-    capacity = settings.num_blocks * settings.block_size
+    capacity = settings.num_blocks // settings.num_groups * settings.block_size
     if num_stored > capacity:
         return Refusal(
             "kv_cache_too_small",

@@ -17,14 +17,17 @@ from headrace.engine.block_hash import BlockKey
 
 
 class BlockPool:
-    """Reference counts, a free list in eviction order and a map from digest to block; all operations O(1) a block."""
+    """Reference counts, a free list in eviction order and a map from content to block; all operations O(1) a block.
+
+    A block holds one group of layers, so a content is named by the group and the key of its tokens.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._names: list[tuple[int, BlockKey] | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(num_blocks))
-        self._by_digest: dict[bytes, int] = {}
+        self._by_digest: dict[tuple[int, bytes], int] = {}
 
     @property
     def num_free(self) -> int:
@@ -38,7 +41,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Free blocks that still hold content with a name."""
-        return sum(self._keys[block_id] is not None for block_id in self._free)
+        return sum(self._names[block_id] is not None for block_id in self._free)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
@@ -70,38 +73,39 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if self._keys[block_id] is None:
+                if self._names[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def publish(self, block_id: int, key: BlockKey) -> None:
+    def publish(self, block_id: int, group: int, key: BlockKey) -> None:
         """Name the content of a full, computed block. If another block has that content already, that one stays."""
-        if self._keys[block_id] is None and key.digest not in self._by_digest:
-            self._keys[block_id] = key
-            self._by_digest[key.digest] = block_id
+        if self._names[block_id] is None and (group, key.digest) not in self._by_digest:
+            self._names[block_id] = group, key
+            self._by_digest[group, key.digest] = block_id
 
-    def find(self, key: BlockKey) -> int | None:
+    def find(self, group: int, key: BlockKey) -> int | None:
         """The block with this content. A digest that meets other tokens or another parent is no hit."""
-        block_id = self._by_digest.get(key.digest)
-        return block_id if block_id is not None and self._keys[block_id] == key else None
+        block_id = self._by_digest.get((group, key.digest))
+        return block_id if block_id is not None and self._names[block_id] == (group, key) else None
 
     def forget_free(self) -> int:
         """Forget the content of every block nobody holds; returns how many had one."""
-        cached = [block_id for block_id in self._free if self._keys[block_id] is not None]
+        cached = [block_id for block_id in self._free if self._names[block_id] is not None]
         for block_id in cached:
             self._forget(block_id)
         return len(cached)
 
     def _forget(self, block_id: int) -> None:
-        key = self._keys[block_id]
-        if key is not None:
-            del self._by_digest[key.digest]
-            self._keys[block_id] = None
+        name = self._names[block_id]
+        if name is not None:
+            group, key = name
+            del self._by_digest[group, key.digest]
+            self._names[block_id] = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless list, counts and map agree with each other."""
         for block_id, count in enumerate(self._ref_counts):
             assert count >= 0, f"block {block_id} has {count} holders"
             assert (count == 0) == (block_id in self._free), f"block {block_id}: {count} holders, free list disagrees"
-        named = {key.digest: block_id for block_id, key in enumerate(self._keys) if key is not None}
+        named = {(name[0], name[1].digest): block_id for block_id, name in enumerate(self._names) if name is not None}
         assert named == self._by_digest, "the map from digest to block disagrees with the blocks' own keys"
         assert self.num_used + self.num_free == self.num_blocks

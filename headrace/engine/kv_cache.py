@@ -19,37 +19,47 @@ from headrace.engine.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `num_tokens` tokens of a sequence are computed: whole blocks, then perhaps part of another."""
+    """The first `num_tokens` tokens of a sequence are computed: whole blocks of each group, then perhaps part of
+    another, to be copied from a block each."""
 
     num_tokens: int
-    block_ids: tuple[int, ...]
-    copy_from: int | None = None
+    block_ids: tuple[tuple[int, ...], ...]
+    copy_from: tuple[int, ...] = ()
 
 
 class KVCache:
     """Policy over a BlockPool. Blocks are written by one sequence only; shared ones are full and only read."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_groups: int = 1) -> None:
         self.pool = BlockPool(num_blocks)
+        self.groups = range(num_groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
 
+    @property
+    def nothing(self) -> Prefix:
+        """The prefix of a sequence of which nothing is computed."""
+        return Prefix(0, ((),) * len(self.groups))
+
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Of each group."""
         return -(-num_tokens // self.block_size)
 
     def cached_prefix(self, seq: Sequence) -> Prefix:
         """The longest run of cached full blocks, leaving at least one token to compute."""
         if not self.enable_prefix_caching:
-            return Prefix(0, ())
+            return self.nothing
         most = (len(seq.token_ids) - 1) // self.block_size
         self._extend_keys(seq, most)
-        block_ids = []
+        found: list[list[int]] = []
         for key in seq.block_keys[:most]:
-            block_id = self.pool.find(key)
-            if block_id is None:
+            block_ids = [block_id for g in self.groups if (block_id := self.pool.find(g, key)) is not None]
+            if len(block_ids) < len(self.groups):
                 break
-            block_ids.append(block_id)
-        return Prefix(len(block_ids) * self.block_size, tuple(block_ids))
+            found.append(block_ids)
+        if not found:
+            return self.nothing
+        return Prefix(len(found) * self.block_size, tuple(zip(*found, strict=True)))
 
     def forked_prefix(self, source: Sequence) -> Prefix:
         """The prompt of a running sibling without its last token, which the fork computes to get its logits.
@@ -59,7 +69,8 @@ class KVCache:
         """
         num_tokens = source.num_prompt_tokens - 1
         whole, rest = divmod(num_tokens, self.block_size)
-        return Prefix(num_tokens, tuple(source.block_table[:whole]), source.block_table[whole] if rest else None)
+        block_ids = tuple(tuple(table[:whole]) for table in source.block_tables)
+        return Prefix(num_tokens, block_ids, tuple(table[whole] for table in source.block_tables) if rest else ())
 
     def allocate(self, seq: Sequence, prefix: Prefix, reserve: int) -> bool:
         """Give `seq` blocks for all its tokens, the prefix's among them; False (and nothing done) if short.
@@ -67,24 +78,27 @@ class KVCache:
         All at once, not chunk by chunk: two half-computed prompts can then never wait for each other's blocks.
         `reserve` free blocks must be left over, for the growth of those already running.
         """
-        count = self.num_blocks_for(seq.num_tokens) - len(prefix.block_ids)
-        revived = sum(self.pool.ref_count(block_id) == 0 for block_id in prefix.block_ids)
-        if count + revived + reserve > self.pool.num_free:
+        count = self.num_blocks_for(seq.num_tokens) - prefix.num_tokens // self.block_size
+        revived = sum(self.pool.ref_count(block_id) == 0 for own in prefix.block_ids for block_id in own)
+        if (count + reserve) * len(self.groups) + revived > self.pool.num_free:
             return False
-        self.pool.share(prefix.block_ids)
-        seq.block_table = [*prefix.block_ids, *self.pool.allocate(count)]
+        for own in prefix.block_ids:
+            self.pool.share(own)
+        seq.block_tables = [[*own, *self.pool.allocate(count)] for own in prefix.block_ids]
+        seq.num_announced_blocks = [0] * len(self.groups)
         seq.num_planned_tokens = seq.num_computed_tokens = prefix.num_tokens
-        seq.num_published_blocks = len(prefix.block_ids)
+        seq.num_published_blocks = prefix.num_tokens // self.block_size
         return True
 
     def grow(self, seq: Sequence) -> bool:
         """Make room for every known token; False if the pool is out of blocks."""
-        count = self.num_blocks_for(seq.num_tokens) - len(seq.block_table)
+        count = self.num_blocks_for(seq.num_tokens) - len(seq.block_tables[0])
         if count <= 0:
             return True
-        if count > self.pool.num_free:
+        if count * len(self.groups) > self.pool.num_free:
             return False
-        seq.block_table += self.pool.allocate(count)
+        for table in seq.block_tables:
+            table += self.pool.allocate(count)
         return True
 
     def publish(self, seq: Sequence) -> None:
@@ -94,13 +108,15 @@ class KVCache:
             return
         self._extend_keys(seq, full)
         for i in range(seq.num_published_blocks, full):
-            self.pool.publish(seq.block_table[i], seq.block_keys[i])
+            for group, table in enumerate(seq.block_tables):
+                self.pool.publish(table[i], group, seq.block_keys[i])
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
         """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head."""
-        self.pool.release(reversed(seq.block_table))
-        seq.block_table = []
+        for table in seq.block_tables:
+            self.pool.release(reversed(table))
+        seq.block_tables = []
 
     def _extend_keys(self, seq: Sequence, count: int) -> None:
         size = self.block_size

@@ -31,16 +31,16 @@ class NewSequence:
 class SequenceStep:
     """Compute tokens [start, start + num_tokens) of a sequence.
 
-    `new_block_ids` are appended to the sequence's block table before the step. With `samples` the logits of
-    the last row choose the next token, which the runtime appends to its own row as well. The logits of the first
-    `num_scored` rows give the log-probabilities of the prompt tokens that follow them; how many a step may have is
-    bounded, because each takes a row of the vocabulary's width.
+    `new_block_ids`, one tuple for each group of layers, are appended to the sequence's block tables before the
+    step. With `samples` the logits of the last row choose the next token, which the runtime appends to its own row
+    as well. The logits of the first `num_scored` rows give the log-probabilities of the prompt tokens that follow
+    them; how many a step may have is bounded, because each takes a row of the vocabulary's width.
     """
 
     seq_id: int
     start: int
     num_tokens: int
-    new_block_ids: tuple[int, ...]
+    new_block_ids: tuple[tuple[int, ...], ...]
     samples: bool
     num_scored: int = 0
 

@@ -60,7 +60,8 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n answers. Owns its block table; nobody else writes here but scheduler and KV cache.
+    """One of a request's n answers. Owns its block tables, one for each group of layers; nobody else writes here but
+    scheduler and KV cache.
 
     `seq_id` names its row in the runtime's table. It changes when the sequence is preempted, so whatever a
     step in flight still reports under the old name belongs to nobody.
@@ -76,9 +77,9 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     """Tokens being sampled by steps in flight: counted in `num_tokens`, their values not known here yet."""
-    block_table: list[int] = field(default_factory=list)
-    num_announced_blocks: int = 0
-    """Leading entries of the block table that plans have told the runtime."""
+    block_tables: list[list[int]] = field(default_factory=list)
+    num_announced_blocks: list[int] = field(default_factory=list)
+    """Leading entries of each block table that plans have told the runtime."""
     block_keys: list[BlockKey] = field(default_factory=list)
     num_published_blocks: int = 0
     num_passed_tokens: int = 0
@@ -111,4 +112,4 @@ class Sequence:
     def forget_progress(self) -> None:
         """Back to nothing computed; the tokens generated so far stay."""
         self.num_planned_tokens = self.num_computed_tokens = self.num_pending_tokens = 0
-        self.num_announced_blocks = self.num_published_blocks = 0
+        self.num_published_blocks = 0

@@ -64,7 +64,9 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, now: Callable[[], float] = time.time) -> None:
         """`now` is the clock of `AddRequest.arrival_s`; it is only used to report queueing time."""
         self.settings = settings
-        self.kv_cache = KVCache(settings.num_blocks, settings.block_size, settings.enable_prefix_caching)
+        self.kv_cache = KVCache(
+            settings.num_blocks, settings.block_size, settings.enable_prefix_caching, settings.num_groups
+        )
         self.step_time = StepTimeModel()
         self._chunks = Chunks(settings, self.step_time)
         self._now = now
@@ -278,7 +280,7 @@ class Scheduler:
     def _prefix(self, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
         if seq.request.scores:
-            return Prefix(0, ())
+            return self.kv_cache.nothing
         cached = self.kv_cache.cached_prefix(seq)
         for sibling in seq.request.sequences.values():
             if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
@@ -307,8 +309,9 @@ class Scheduler:
             if self.kv_cache.enable_prefix_caching:
                 self._prefix_queries_total += request.num_prompt_tokens
                 self._prefix_hits_total += prefix.num_tokens
-        if prefix.copy_from is not None:
-            draft.block_copies.append((prefix.copy_from, seq.block_table[len(prefix.block_ids)]))
+        partial = prefix.num_tokens // self.settings.block_size
+        for source, table in zip(prefix.copy_from, seq.block_tables, strict=False):
+            draft.block_copies.append((source, table[partial]))
         draft.new.append(
             NewSequence(seq.seq_id, tuple(seq.token_ids), request.num_prompt_tokens, seq.index, request.params)
         )
@@ -320,11 +323,12 @@ class Scheduler:
         if seq.request.scores:
             num_scored = max(0, min(num_tokens, seq.num_prompt_tokens - 1 - start))
             draft.scored_room -= num_scored
-        new_block_ids = tuple(seq.block_table[seq.num_announced_blocks :])
+        announced = zip(seq.block_tables, seq.num_announced_blocks, strict=True)
+        new_block_ids = tuple(tuple(table[count:]) for table, count in announced)
         draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples, num_scored))
         draft.load = draft.load.plus(num_tokens, start)
         draft.room -= num_tokens
-        seq.num_announced_blocks = len(seq.block_table)
+        seq.num_announced_blocks = [len(table) for table in seq.block_tables]
         seq.num_planned_tokens += num_tokens
         seq.num_pending_tokens += samples
 
@@ -451,19 +455,20 @@ class Scheduler:
         """Raise AssertionError unless every block, sequence and request is accounted for exactly once."""
         pool, size = self.kv_cache.pool, self.settings.block_size
         pool.check_integrity()
-        held = Counter(block_id for seq in self._running for block_id in seq.block_table)
+        held = Counter(block_id for seq in self._running for table in seq.block_tables for block_id in table)
         for block_id in range(pool.num_blocks):
             assert pool.ref_count(block_id) == held[block_id], f"block {block_id}: count and block tables disagree"
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             assert self._by_id[seq.seq_id] is seq
             assert seq.num_computed_tokens <= seq.num_planned_tokens <= seq.num_tokens
-            assert len(seq.block_table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
-            for block_id in seq.block_table[seq.num_computed_tokens // size :]:
-                assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
+            for table in seq.block_tables:
+                assert len(table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
+                for block_id in table[seq.num_computed_tokens // size :]:
+                    assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
         for seq in self._waiting:
             assert seq.state is SequenceState.WAITING
-            assert not seq.block_table
+            assert not seq.block_tables
             assert seq.num_planned_tokens == 0
         alive = [seq for request in self._requests.values() for seq in request.sequences.values()]
         assert len(alive) == len(self._running) + len(self._waiting), "a sequence is in no list, or in two"

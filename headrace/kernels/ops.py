@@ -10,7 +10,7 @@ the row's own prefix was split into steps. Every implementation keeps it bit for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,22 +32,27 @@ class Batch:
     """One step's flat batch of T tokens from S sequences, as host arrays.
 
     Sequence s owns rows [query_start[s], query_start[s + 1]), which are the last rows of its `seq_lens[s]`
-    tokens. `slot_mapping[t]` = block_id * block_size + offset is where row t's key and value are stored;
-    `block_tables[s]` lists the blocks of sequence s, padded with 0. `sample_rows` are the rows whose logits
-    are wanted: first those that choose a token, then those that score prompt tokens.
+    tokens. Layers are in G groups (config/model.py), and a block holds keys and values of one group's layers:
+    `slot_mapping[g, t]` = block_id * block_size + offset is where the layers of group g store row t's,
+    `block_tables[g, s]` lists the group's blocks of sequence s, padded with 0. Where a group's layers have a window,
+    a block that lies before everything the sequence's rows of this step see belongs to others by now (its entry is
+    any number of a block): no value of it may reach a result. `sample_rows` are the rows whose logits are wanted:
+    first those that choose a token, then those that score prompt tokens.
     """
 
     token_ids: Int32  # [T]
     positions: Int32  # [T]
-    slot_mapping: Int32  # [T]
+    slot_mapping: Int32  # [G, T]
     query_start: Int32  # [S + 1]
     seq_lens: Int32  # [S]
-    block_tables: Int32  # [S, max_blocks]
+    block_tables: Int32  # [G, S, max_blocks]
     sample_rows: Int32  # [R]
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
+    """`num_layers` are those of one group: what a block holds."""
+
     num_layers: int
     num_blocks: int
     block_size: int
@@ -159,9 +164,22 @@ class Kernels(Protocol):
         """Copy whole blocks (source, target) in every layer; all sources are read before any target is written."""
         ...
 
-    # a step
-    def load_batch(self, batch: Batch) -> BatchHandle: ...
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """What blocks hold, [n, bytes of a block], in a form of the implementation's own."""
+        ...
 
+    def write_blocks(self, block_ids: Sequence[int], content: NDArray[np.uint8]) -> None:
+        """Have blocks hold what `read_blocks` gave of these or others."""
+        ...
+
+    # steps
+    def capture(self, forward: Callable[[BatchHandle], Buffer]) -> Callable[[Batch], Buffer]:
+        """What does one step of a batch by this forward: kept and called again, or recorded once and replayed.
+
+        Asked for anew after every `allocate_kv_cache`."""
+        ...
+
+    # what a forward is made of
     def embedding(self, table: Handle, batch: BatchHandle) -> Buffer: ...
 
     def linear(self, x: Buffer, weight: Handle, bias: Handle | None) -> Buffer: ...
@@ -186,6 +204,7 @@ class Kernels(Protocol):
         k: Buffer,
         v: Buffer,
         *,
+        group: int,
         layer: int,
         num_heads: int,
         num_kv_heads: int,
@@ -195,7 +214,8 @@ class Kernels(Protocol):
     ) -> Buffer:
         """Store k and v at the batch's slots, then causal attention of each row over its sequence's blocks.
 
-        With a `window` a row sees that many tokens only, itself and those right before it.
+        `layer` is the layer's place in its `group`, whose slots and blocks are meant. With a `window` a row sees that
+        many tokens only, itself and those right before it.
         """
         ...
 

@@ -19,6 +19,9 @@ from headrace.weights.checkpoint import Checkpoint
 @dataclass(frozen=True, slots=True)
 class Attention:
     layer: int
+    group: int
+    place: int
+    """Where the layer's keys and values are: its group, and its place in it."""
     config: ModelConfig
     qkv: Linear
     output: Linear
@@ -48,13 +51,14 @@ class Attention:
         inputs = [f"{name}.qkv_proj"] if fused else [f"{name}.{part}_proj" for part in "qkv"]
         qkv = Linear.load(checkpoint, kernels, inputs, bias=qkv_bias)
         output = Linear.load(checkpoint, kernels, [f"{name}.o_proj"], bias=output_bias)
+        group, place = config.cache_place(layer)
         if not config.qk_norm:
-            return cls(layer, config, qkv, output, rotary)
+            return cls(layer, group, place, config, qkv, output, rotary)
         q_norm, k_norm = (
             RMSNorm.load(checkpoint, kernels, f"{name}.{part}_norm", config.rms_norm_eps, around_one=norms_around_one)
             for part in "qk"
         )
-        return cls(layer, config, qkv, output, rotary, q_norm, k_norm)
+        return cls(layer, group, place, config, qkv, output, rotary, q_norm, k_norm)
 
     def forward(self, kernels: Kernels, x: Buffer, batch: BatchHandle) -> Buffer:
         config = self.config
@@ -67,7 +71,8 @@ class Attention:
             self.rotary.forward(kernels, q, batch),
             self.rotary.forward(kernels, k, batch),
             v,
-            layer=self.layer,
+            group=self.group,
+            layer=self.place,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             scale=config.attention_scale,

@@ -71,6 +71,7 @@ def plan_memory(
     notes: list[str] = []
     block_size = settings.block_size or BLOCK_SIZE[device]
     block_bytes = config.kv_bytes_per_token(kv_bytes_per_value) * block_size
+    num_groups = len(config.layer_groups)
     batched_tokens = _batched_tokens(config, settings, device)
     step_bytes = step_buffer_bytes(config, batched_tokens, min(settings.max_num_seqs, batched_tokens))
     fixed_bytes = weight_bytes + overhead_bytes + step_bytes
@@ -82,13 +83,13 @@ def plan_memory(
     else:
         pool_bytes = room.bytes
         if device == "cpu":
-            longest = block_bytes * math.ceil((wanted_len or 0) / block_size)
+            longest = block_bytes * num_groups * math.ceil((wanted_len or 0) / block_size)
             pool_bytes = min(pool_bytes, max(CPU_KV_CACHE_BYTES, longest))
     num_blocks = max(0, pool_bytes) // block_bytes
     if num_blocks == 0:
         raise ConfigError(_no_block(settings, room))
 
-    capacity = num_blocks * block_size
+    capacity = num_blocks // num_groups * block_size
     if wanted_len is None:
         max_model_len = min(config.max_position_embeddings, capacity)
         if max_model_len < config.max_position_embeddings:
@@ -104,7 +105,7 @@ def plan_memory(
             )
     else:
         if wanted_len > capacity:
-            raise ConfigError(_too_long(settings, room, wanted_len, block_size, num_blocks))
+            raise ConfigError(_too_long(settings, room, wanted_len, block_size, num_blocks, num_groups))
         max_model_len = wanted_len
 
     if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
@@ -114,7 +115,7 @@ def plan_memory(
             f"or drop --no-enable-chunked-prefill."
         )
 
-    max_num_seqs = min(settings.max_num_seqs, num_blocks, batched_tokens)
+    max_num_seqs = min(settings.max_num_seqs, num_blocks // num_groups, batched_tokens)
     if max_num_seqs < settings.max_num_seqs:
         reason = (
             f"the KV cache has {num_blocks:,} blocks and every running request needs one"
@@ -211,14 +212,16 @@ def _no_block(settings: EngineSettings, room: _Room) -> str:
     return facts + "No utilization is enough: use a smaller or more strongly quantised model, or free memory."
 
 
-def _too_long(settings: EngineSettings, room: _Room, wanted_len: int, block_size: int, num_blocks: int) -> str:
-    needed_bytes = math.ceil(wanted_len / block_size) * room.block_bytes
+def _too_long(
+    settings: EngineSettings, room: _Room, wanted_len: int, block_size: int, num_blocks: int, num_groups: int
+) -> str:
+    needed_bytes = math.ceil(wanted_len / block_size) * num_groups * room.block_bytes
     pool = _gib(num_blocks * room.block_bytes)
     facts = (
         f"To serve at least one request with the model's max seq len ({wanted_len}), {_gib(needed_bytes)} GiB KV "
         f"cache is needed, which is larger than the available KV cache memory ({pool} GiB). "
     )
-    fits = num_blocks * block_size
+    fits = num_blocks // num_groups * block_size
     shorter = f"the estimated maximum model length is {fits}: use --max-model-len {fits}."
     if settings.kv_cache_memory_bytes is not None:
         if needed_bytes <= room.available_bytes - room.fixed_bytes:

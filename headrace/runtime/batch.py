@@ -4,7 +4,7 @@ Two sequences, blocks of 4 tokens: A computes positions 2..4 of its tokens, B co
 
     token_ids     a2 a3 a4 b6        query_start  0 3 4
     positions      2  3  4  6        seq_lens     5 7
-    slot_mapping  of block_table[position // 4] and position % 4;  sample_rows  3
+    slot_mapping  of block_table[position // 4] and position % 4, for each group of layers;  sample_rows  3
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
     starts = np.array([step.start for step in steps], np.int64)
     counts = np.array([step.num_tokens for step in steps], np.int64)
     seq_lens = starts + counts
-    for known, what in ((table.num_tokens[rows], "tokens"), (table.num_blocks[rows] * block_size, "tokens of blocks")):
+    room = table.num_blocks[:, rows].min(axis=0) * block_size
+    for known, what in ((table.num_tokens[rows], "tokens"), (room, "tokens of blocks")):
         beyond = np.flatnonzero((seq_lens > known) | (counts < 1) | (starts < 0))
         if len(beyond):
             step = steps[beyond[0]]
@@ -38,11 +39,11 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
     query_start = np.concatenate([[0], np.cumsum(counts)])
     row_of_token = np.repeat(rows, counts)
     positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
-    slots = table.blocks[row_of_token, positions // block_size] * block_size + positions % block_size
+    slots = table.blocks[:, row_of_token, positions // block_size] * block_size + positions % block_size
     num_blocks = -(-int(seq_lens.max()) // block_size)
-    block_tables = table.blocks[rows, :num_blocks]
+    block_tables = table.blocks[:, rows, :num_blocks]
     # A reused row has its last owner's blocks beyond its own.
-    block_tables[np.arange(num_blocks)[None, :] >= table.num_blocks[rows][:, None]] = 0
+    block_tables[np.arange(num_blocks) >= table.num_blocks[:, rows][:, :, None]] = 0
     samples = np.array([step.samples for step in steps], bool)
     sample_rows = query_start[1:][samples] - 1
     if any(step.num_scored for step in steps):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config.model_files import ModelFiles
 from headrace.engine.plan import Plan, Sampled, Scored, SequenceStep, StepResult
-from headrace.kernels.ops import InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
+from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
 from headrace.models import Model, build_model
 from headrace.protocol.ipc import TokenLogprobs
 from headrace.runtime.batch import build_batch
@@ -40,8 +40,9 @@ class Runner:
         self.files = files
         self.kernels = kernels
         self._model: Model | None = None
+        self._forward: Callable[[Batch], Buffer] | None = None
         self._block_size = 0
-        self._table = SequenceTable()
+        self._table = SequenceTable(len(files.config.layer_groups))
 
     @property
     def num_sequences(self) -> int:
@@ -60,10 +61,13 @@ class Runner:
         _return_freed_memory()
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """Make room for `num_blocks` blocks, forgetting what an earlier cache held."""
-        config = self.files.config
-        layout = KVCacheLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.kernels.allocate_kv_cache(layout)
+        """Make room for `num_blocks` blocks, forgetting what an earlier cache held. RuntimeError before `load`."""
+        config, model, kernels = self.files.config, self._model, self.kernels
+        if model is None:
+            raise RuntimeError("the runner has no model: call load before allocate_kv_cache")
+        layout = KVCacheLayout(config.layers_per_group, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        kernels.allocate_kv_cache(layout)
+        self._forward = kernels.capture(lambda batch: model.forward(kernels, batch))
         self._block_size = block_size
 
     def execute(self, plan: Plan) -> StepResult:
@@ -76,27 +80,26 @@ class Runner:
             table.add(sequence)
         known = [step.seq_id for step in plan.steps if step.seq_id in table]
         rows_before = np.array([table.row(seq_id) for seq_id in known], np.int64)
-        blocks_before = table.num_blocks[rows_before]
+        blocks_before = table.num_blocks[:, rows_before]
         try:
             self.kernels.copy_blocks(plan.block_copies)
             sampled, scored = self._compute(plan.steps) if plan.steps else ((), ())
         except BaseException:
-            table.num_blocks[rows_before] = blocks_before
+            table.num_blocks[:, rows_before] = blocks_before
             for sequence in plan.new:
                 table.drop(sequence.seq_id)
             raise
         return StepResult(plan.step, time.perf_counter() - started_s, sampled, scored)
 
     def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
-        if self._model is None or not self._block_size:
+        if self._forward is None:
             raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
         table = self._table
         rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
         for row, step in zip(rows.tolist(), steps, strict=True):
-            if step.new_block_ids:
-                table.append_blocks(row, step.new_block_ids)
+            table.append_blocks(row, step.new_block_ids)
         batch = build_batch(table, rows, steps, self._block_size)
-        logits = self._model.forward(self.kernels, self.kernels.load_batch(batch))
+        logits = self._forward(batch)
         choosing = np.array([i for i, step in enumerate(steps) if step.samples], np.int64)
         scoring = np.array([i for i, step in enumerate(steps) if step.num_scored], np.int64)
         if not len(choosing) and not len(scoring):

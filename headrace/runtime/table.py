@@ -1,7 +1,7 @@
 """The runtime's memory of sequences: one row each, kept between steps, so that a step only says what is new.
 
-A row holds the tokens, the block table and the sampling parameters. Arrays grow by doubling, in rows and in
-columns, and a dropped sequence's row is given to the next new one.
+A row holds the tokens, a block table for each group of layers and the sampling parameters. Arrays grow by doubling,
+in rows and in columns, and a dropped sequence's row is given to the next new one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ FIRST_BLOCKS = 16
 
 
 class SequenceTable:
-    """`tokens` [rows, columns] int32 and `num_tokens` [rows]; `blocks` [rows, columns] int32 and `num_blocks`."""
+    """`tokens` [rows, columns] int32 and `num_tokens` [rows]; `blocks` [groups, rows, columns] int32 and `num_blocks`
+    [groups, rows]."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((FIRST_ROWS, FIRST_TOKENS), np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(FIRST_ROWS, np.int64)
-        self.blocks: NDArray[np.int32] = np.zeros((FIRST_ROWS, FIRST_BLOCKS), np.int32)
-        self.num_blocks: NDArray[np.int64] = np.zeros(FIRST_ROWS, np.int64)
+        self.blocks: NDArray[np.int32] = np.zeros((num_groups, FIRST_ROWS, FIRST_BLOCKS), np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros((num_groups, FIRST_ROWS), np.int64)
         self.sampling: list[SequenceSampling | None] = [None] * FIRST_ROWS
         self._rows: dict[int, int] = {}
         self._free = list(range(FIRST_ROWS - 1, -1, -1))
@@ -55,7 +56,7 @@ class SequenceTable:
         self._reserve_tokens(count + 1)
         self.tokens[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
-        self.num_blocks[row] = 0
+        self.num_blocks[:, row] = 0
         self.sampling[row] = SequenceSampling.of(sequence)
 
     def drop(self, seq_id: int) -> None:
@@ -65,12 +66,14 @@ class SequenceTable:
             self.sampling[row] = None
             self._free.append(row)
 
-    def append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        start = int(self.num_blocks[row])
-        stop = start + len(block_ids)
-        self.blocks = _widened(self.blocks, stop)
-        self.blocks[row, start:stop] = block_ids
-        self.num_blocks[row] = stop
+    def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """`block_ids` of each group."""
+        for group, own in enumerate(block_ids):
+            start = int(self.num_blocks[group, row])
+            stop = start + len(own)
+            self.blocks = _widened(self.blocks, stop)
+            self.blocks[group, row, start:stop] = own
+            self.num_blocks[group, row] = stop
 
     def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """One token to each row."""
@@ -85,17 +88,17 @@ class SequenceTable:
     def _grow_rows(self) -> None:
         rows = len(self.sampling)
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
-        self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+        self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
         self.num_tokens = np.concatenate([self.num_tokens, np.zeros_like(self.num_tokens)])
-        self.num_blocks = np.concatenate([self.num_blocks, np.zeros_like(self.num_blocks)])
+        self.num_blocks = np.concatenate([self.num_blocks, np.zeros_like(self.num_blocks)], axis=1)
         self.sampling.extend([None] * rows)
         self._free = list(range(2 * rows - 1, rows - 1, -1))
 
 
 def _widened(array: NDArray[np.int32], columns: int) -> NDArray[np.int32]:
     """The array itself, or a copy with at least twice its columns where it is too narrow."""
-    if columns <= array.shape[1]:
+    if columns <= array.shape[-1]:
         return array
-    wide = np.zeros((array.shape[0], max(columns, 2 * array.shape[1])), array.dtype)
-    wide[:, : array.shape[1]] = array
+    wide = np.zeros((*array.shape[:-1], max(columns, 2 * array.shape[-1])), array.dtype)
+    wide[..., : array.shape[-1]] = array
     return wide

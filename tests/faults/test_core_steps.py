@@ -76,7 +76,7 @@ def test_a_request_that_breaks_its_steps_ends_alone(model, poisoned):
 
 def test_a_plan_in_parts_does_each_thing_once():
     params = SamplingParams(max_tokens=5)
-    steps = tuple(SequenceStep(i, 0, 4, (10 + i,), True) for i in range(5))
+    steps = tuple(SequenceStep(i, 0, 4, ((10 + i,),), True) for i in range(5))
     new = tuple(NewSequence(i, (1, 2, 3, 4), 4, 0, params) for i in (1, 4))
     plan = Plan(step=3, dropped=(9,), new=new, block_copies=((2, 14), (2, 11)), steps=steps)
     first, second = parts(plan, frozenset())

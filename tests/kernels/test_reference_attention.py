@@ -52,10 +52,10 @@ def step(kernels: ReferenceKernels, parts: list[tuple[Sequence, int, int]]) -> l
     batch = Batch(
         token_ids=np.zeros_like(positions),
         positions=positions,
-        slot_mapping=slots.astype(np.int32),
+        slot_mapping=slots.astype(np.int32)[None],
         query_start=query_start,
         seq_lens=np.array([stop for _, _, stop in parts], np.int32),
-        block_tables=tables,
+        block_tables=tables[None],
         sample_rows=query_start[1:] - 1,
     )
     first = parts[0][0]
@@ -65,6 +65,7 @@ def step(kernels: ReferenceKernels, parts: list[tuple[Sequence, int, int]]) -> l
         q,
         k,
         v,
+        group=0,
         layer=0,
         num_heads=first.heads,
         num_kv_heads=first.kv_heads,
@@ -136,6 +137,45 @@ def test_what_lies_beyond_a_sequences_end_is_never_read() -> None:
         step(poisoned, [(poison, start, min(start + 400, poison.length))])
     (clean,) = step(kernels_for(sequence), [(sequence, 0, 37)])
     assert torch.equal(step(poisoned, [(sequence, 0, 37)])[0], clean)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_were_read_and_written_back_elsewhere_are_the_same_prefix(dtype: str) -> None:
+    sequence = Sequence(60, 4, 2, 16, BLOCKS, seed=5)
+    kernels = kernels_for(sequence, dtype)
+    step(kernels, [(sequence, 0, 40)])
+    (expected,) = step(kernels, [(sequence, 40, 60)])
+    other = Sequence(60, 4, 2, 16, BLOCKS[50:], seed=5)
+    content = kernels.read_blocks(sequence.blocks[:3].tolist())
+    assert content.shape == (3, 2 * BLOCK_SIZE * 2 * 16 * kernels.kv_bytes_per_value)
+    # In another order and one by one: each row is a whole block.
+    for i in (2, 0, 1):
+        kernels.write_blocks([int(other.blocks[i])], content[i : i + 1])
+    assert torch.equal(step(kernels, [(other, 40, 60)])[0], expected)
+
+
+def test_each_group_of_layers_has_slots_and_blocks_of_its_own() -> None:
+    """Two groups of one batch: one layer's keys and values, at different places, are different caches."""
+    first, second = (Sequence(50, 4, 2, 16, BLOCKS[start:], seed=start) for start in (0, 100))
+    positions = np.arange(50)
+    tables = np.stack([first.blocks, second.blocks])[:, None].astype(np.int32)
+    slots = tables[:, 0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    batch = Batch(
+        token_ids=np.zeros(50, np.int32),
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        query_start=np.array([0, 50], np.int32),
+        seq_lens=np.array([50], np.int32),
+        block_tables=tables,
+        sample_rows=np.array([49], np.int32),
+    )
+    kernels = kernels_for(first)
+    loaded = kernels.load_batch(batch)
+    for group, own in enumerate((first, second)):
+        out = kernels.attention(
+            own.q, own.k, own.v, group=group, layer=0, num_heads=4, num_kv_heads=2, scale=0.25, batch=loaded
+        )
+        np.testing.assert_allclose(out.numpy(), own.exact().numpy(), atol=3e-6)
 
 
 def test_copied_blocks_are_the_same_prefix_elsewhere() -> None:

@@ -33,10 +33,10 @@ def rows_batch(positions: list[int], token_ids: list[int] | None = None, sample_
     return Batch(
         token_ids=np.array(token_ids or [0] * len(at), np.int32),
         positions=at,
-        slot_mapping=np.zeros_like(at),
+        slot_mapping=np.zeros_like(at)[None],
         query_start=np.arange(len(at) + 1, dtype=np.int32),
         seq_lens=at + 1,
-        block_tables=np.zeros((len(at), int(at.max()) + 1), np.int32),
+        block_tables=np.zeros((len(at), int(at.max()) + 1), np.int32)[None],
         sample_rows=np.array(sample_rows, np.int32),
     )
 

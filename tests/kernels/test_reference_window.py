@@ -30,10 +30,10 @@ def batch_of(parts: list[Part]) -> Batch:
     return Batch(
         token_ids=np.zeros(len(positions), np.int32),
         positions=positions.astype(np.int32),
-        slot_mapping=(np.repeat([b for b, *_ in parts], counts) * BLOCK_SIZE + positions).astype(np.int32),
+        slot_mapping=(np.repeat([b for b, *_ in parts], counts) * BLOCK_SIZE + positions).astype(np.int32)[None],
         query_start=query_start,
         seq_lens=np.array([stop for *_, stop in parts], np.int32),
-        block_tables=np.array([np.arange(b, b + longest) for b, *_ in parts], np.int32),
+        block_tables=np.array([np.arange(b, b + longest) for b, *_ in parts], np.int32)[None],
         sample_rows=query_start[1:] - 1,
     )
 
@@ -50,6 +50,7 @@ class Windowed:
             q,
             k,
             v,
+            group=0,
             layer=0,
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
@@ -95,6 +96,21 @@ def test_a_window_that_holds_everything_is_no_window(tensors: tuple[torch.Tensor
     for parts in ([(0, 0, LENGTH)], [(0, 0, 9), (40, 0, 130)]):
         full, windowed = Windowed(tensors, None).step(*parts), Windowed(tensors, LENGTH).step(*parts)
         assert all(torch.equal(a, b) for a, b in zip(full, windowed, strict=True))
+
+
+def test_blocks_before_the_window_may_be_others_by_now(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Not-a-number in every block that the step's rows do not see leaves no trace, although whole tiles are read."""
+    window = 70
+    for start, stop in ((499, 500), (300, 310), (260, 400)):
+        clean, poisoned = Windowed(tensors, window), Windowed(tensors, window)
+        for windowed in (clean, poisoned):
+            windowed.step((0, 0, start))
+        before = range((start + 1 - window) // BLOCK_SIZE)
+        content = poisoned.kernels.read_blocks(before)
+        content.view(np.float32)[:] = np.nan
+        poisoned.kernels.write_blocks(before, content)
+        (expected,), (got,) = clean.step((0, start, stop)), poisoned.step((0, start, stop))
+        assert torch.equal(got, expected)
 
 
 def test_key_tiles_outside_the_window_are_not_read() -> None:

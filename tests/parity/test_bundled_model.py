@@ -90,10 +90,10 @@ def answers(files: ModelFiles, prompts: list[list[int]]) -> list[list[int]]:
 
     def plans() -> Iterator[Plan]:
         blocks = [tuple(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(len(prompts))]
-        first = (SequenceStep(i, 0, len(ids), blocks[i], True) for i, ids in enumerate(prompts))
+        first = (SequenceStep(i, 0, len(ids), (blocks[i],), True) for i, ids in enumerate(prompts))
         yield Plan(0, (), new, (), tuple(first))
         for done in range(1, NUM_TOKENS):
-            steps = (SequenceStep(i, len(ids) + done - 1, 1, (), True) for i, ids in enumerate(prompts))
+            steps = (SequenceStep(i, len(ids) + done - 1, 1, ((),), True) for i, ids in enumerate(prompts))
             yield Plan(done, (), (), (), tuple(steps))
 
     generated: list[list[int]] = [[] for _ in prompts]

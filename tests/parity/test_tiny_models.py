@@ -133,7 +133,9 @@ class Served:
         self.model: Model = build_model(
             config, Checkpoint(files), self.kernels, max_positions, lambda done, total: None
         )
-        layout = KVCacheLayout(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.groups = np.arange(len(config.layer_groups))[:, None]
+        num_blocks = NUM_BLOCKS * len(self.groups)
+        layout = KVCacheLayout(config.layers_per_group, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kernels.allocate_kv_cache(layout)
 
     def batch(self, parts: list[tuple[np.ndarray, int, int, int]]) -> object:
@@ -147,10 +149,12 @@ class Served:
             Batch(
                 token_ids=np.concatenate([t[a:b] for t, a, b, _ in parts]).astype(np.int32),
                 positions=positions,
-                slot_mapping=(first * BLOCK_SIZE + positions).astype(np.int32),
+                slot_mapping=((first + self.groups * NUM_BLOCKS) * BLOCK_SIZE + positions).astype(np.int32),
                 query_start=query_start,
                 seq_lens=np.array([stop for _, _, stop, _ in parts], np.int32),
-                block_tables=np.array([np.arange(b, b + longest) for *_, b in parts], np.int32),
+                block_tables=(
+                    np.array([np.arange(b, b + longest) for *_, b in parts]) + self.groups[..., None] * NUM_BLOCKS
+                ).astype(np.int32),
                 sample_rows=np.arange(query_start[-1], dtype=np.int32),
             )
         )

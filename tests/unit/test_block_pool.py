@@ -31,12 +31,12 @@ def test_a_free_block_keeps_its_content_until_it_is_handed_out() -> None:
     pool = BlockPool(2)
     key = block_key(ROOT, [1, 2])
     [block] = pool.allocate(1)
-    pool.publish(block, key)
+    pool.publish(block, 0, key)
     pool.release([block])
-    assert pool.find(key) == block
+    assert pool.find(0, key) == block
     assert pool.num_cached == 1
     pool.allocate(2)
-    assert pool.find(key) is None
+    assert pool.find(0, key) is None
     pool.check_integrity()
 
 
@@ -44,7 +44,7 @@ def test_blocks_without_content_go_first_then_the_one_freed_longest_ago() -> Non
     pool = BlockPool(4)
     a, b, c, d = pool.allocate(4)
     for block in (a, b, d):
-        pool.publish(block, block_key(ROOT, [block]))
+        pool.publish(block, 0, block_key(ROOT, [block]))
     pool.release([b])
     pool.release([a])
     pool.release([c])
@@ -56,12 +56,12 @@ def test_sharing_a_cached_block_takes_it_out_of_reach_of_eviction() -> None:
     pool = BlockPool(2)
     key = block_key(ROOT, [1])
     [block] = pool.allocate(1)
-    pool.publish(block, key)
+    pool.publish(block, 0, key)
     pool.release([block])
     pool.share([block])
     assert pool.num_free == 1
     assert pool.allocate(1) != [block]
-    assert pool.find(key) == block
+    assert pool.find(0, key) == block
     pool.check_integrity()
 
 
@@ -69,9 +69,9 @@ def test_the_first_block_with_a_content_keeps_the_name() -> None:
     pool = BlockPool(2)
     key = block_key(ROOT, [1])
     first, second = pool.allocate(2)
-    pool.publish(first, key)
-    pool.publish(second, key)
-    assert pool.find(key) == first
+    pool.publish(first, 0, key)
+    pool.publish(second, 0, key)
+    assert pool.find(0, key) == first
     pool.release([second])
     assert pool.num_cached == 0
     pool.check_integrity()
@@ -80,10 +80,10 @@ def test_the_first_block_with_a_content_keeps_the_name() -> None:
 def test_a_digest_that_collides_is_no_hit() -> None:
     pool = BlockPool(1)
     key = block_key(ROOT, [1, 2, 3])
-    pool.publish(pool.allocate(1)[0], key)
-    assert pool.find(key._replace(tokens=block_key(ROOT, [1, 2, 4]).tokens)) is None
-    assert pool.find(key._replace(parent=bytes(DIGEST_BYTES))) is None
-    assert pool.find(key) == 0
+    pool.publish(pool.allocate(1)[0], 0, key)
+    assert pool.find(0, key._replace(tokens=block_key(ROOT, [1, 2, 4]).tokens)) is None
+    assert pool.find(0, key._replace(parent=bytes(DIGEST_BYTES))) is None
+    assert pool.find(0, key) == 0
 
 
 def test_forgetting_spares_what_is_held() -> None:
@@ -91,10 +91,10 @@ def test_forgetting_spares_what_is_held() -> None:
     keys = [block_key(ROOT, [i]) for i in range(3)]
     blocks = pool.allocate(3)
     for block, key in zip(blocks, keys, strict=True):
-        pool.publish(block, key)
+        pool.publish(block, 0, key)
     pool.release(blocks[:2])
     assert pool.forget_free() == 2
-    assert [pool.find(key) for key in keys] == [None, None, blocks[2]]
+    assert [pool.find(0, key) for key in keys] == [None, None, blocks[2]]
     assert pool.forget_free() == 0
     pool.check_integrity()
 

@@ -7,7 +7,7 @@ from headrace.engine.kv_cache import KVCache, Prefix
 from headrace.engine.request import Request, Sequence
 from headrace.protocol.ipc import AddRequest, SamplingParams
 
-NOTHING = Prefix(0, ())
+NOTHING = Prefix(0, ((),))
 
 
 def sequence(token_ids: list[int], salt: str = "") -> Sequence:
@@ -33,7 +33,7 @@ def test_a_prefix_is_found_as_far_as_full_blocks_agree() -> None:
     cache = KVCache(8, 4, enable_prefix_caching=True)
     first = served(cache, list(range(10)))
     other = sequence([*range(8), 77, 78])
-    assert cache.cached_prefix(other) == Prefix(8, tuple(first.block_table[:2]))
+    assert cache.cached_prefix(other) == Prefix(8, (tuple(first.block_tables[0][:2]),))
     assert cache.cached_prefix(sequence([0, 1, 2, 3, 99, 5, 6, 7, 8])).num_tokens == 4
     assert cache.cached_prefix(sequence([99, *range(1, 9)])) == NOTHING
 
@@ -93,17 +93,17 @@ def test_a_fork_shares_whole_blocks_and_copies_the_partial_one() -> None:
     source = served(cache, list(range(10)))
     fork = sequence(list(range(10)))
     prefix = cache.forked_prefix(source)
-    assert prefix == Prefix(9, tuple(source.block_table[:2]), source.block_table[2])
+    assert prefix == Prefix(9, (tuple(source.block_tables[0][:2]),), (source.block_tables[0][2],))
     assert cache.allocate(fork, prefix, reserve=0)
-    assert fork.block_table[:2] == source.block_table[:2]
-    assert fork.block_table[2] != source.block_table[2]
+    assert fork.block_tables[0][:2] == source.block_tables[0][:2]
+    assert fork.block_tables[0][2] != source.block_tables[0][2]
     assert cache.pool.num_used == 4
 
 
 def test_a_fork_copies_nothing_when_only_the_recomputed_token_is_in_the_last_block() -> None:
     cache = KVCache(8, 4, enable_prefix_caching=False)
     source = served(cache, list(range(9)))
-    assert cache.forked_prefix(source) == Prefix(8, tuple(source.block_table[:2]), None)
+    assert cache.forked_prefix(source) == Prefix(8, (tuple(source.block_tables[0][:2]),))
 
 
 def test_growth_takes_a_block_only_at_a_block_border() -> None:
@@ -111,10 +111,10 @@ def test_growth_takes_a_block_only_at_a_block_border() -> None:
     seq = served(cache, [0, 1, 2])
     seq.token_ids.append(3)
     assert cache.grow(seq)
-    assert len(seq.block_table) == 1
+    assert len(seq.block_tables[0]) == 1
     seq.token_ids.append(4)
     assert cache.grow(seq)
-    assert len(seq.block_table) == 2
+    assert len(seq.block_tables[0]) == 2
     seq.token_ids += [5, 6, 7, 8]
     assert not cache.grow(seq)
-    assert len(seq.block_table) == 2
+    assert len(seq.block_tables[0]) == 2

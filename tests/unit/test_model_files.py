@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.config.errors import ConfigError
+from headrace.config.model import ModelConfig
 from headrace.config.model_files import open_model
 from headrace.config.model_tensors import needed_tensors
 from tests.small_models import bundled_gguf
@@ -106,6 +107,37 @@ def test_a_tensor_s_bytes_lie_where_the_description_says(directory: Callable[...
         raw = info.file.read_bytes()[info.offset : info.offset + info.num_bytes]
         assert np.array_equal(np.frombuffer(raw, np.float32).reshape(info.shape), expected[name]), name
     assert files.total_bytes == sum(a.nbytes for a in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "groups"),
+    [
+        ("ffff", ["0 1 2 3"]),
+        ("ssss", ["0 1 2 3"]),
+        (
+            "sssssf" * 4 + "ss",
+            ["5 11 17 23", "0 1 2 3", "4 6 7 8", "9 10 12 13", "14 15 16 18", "19 20 21 22", "24 25"],
+        ),
+        ("fsfsf", ["0 2 4", "1 3"]),
+        ("fffffs", ["0", "1", "2", "3", "4", "5"]),
+        ("fffffss", ["0 1 2", "3 4", "5 6"]),
+    ],
+)
+def test_layers_are_cut_into_groups_that_the_full_ones_fill(kinds: str, groups: list[str]) -> None:
+    """Full layers keep every token, so a place that they leave unused would cost the most."""
+    sliding = tuple(kind == "s" for kind in kinds)
+    model = ModelConfig(
+        family="gemma3", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=len(kinds), num_heads=1,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
+        sliding_window=16 if any(sliding) else None, sliding_layers=sliding if any(sliding) else (),
+    )  # fmt: skip
+    assert [" ".join(map(str, group.layers)) for group in model.layer_groups] == groups
+    for group in model.layer_groups:
+        assert {sliding[layer] for layer in group.layers} == {group.window is not None}
+        assert len(group.layers) <= model.layers_per_group
+    assert [model.cache_place(int(own)) for own in groups[-1].split()] == [
+        (len(groups) - 1, place) for place in range(len(groups[-1].split()))
+    ]
 
 
 def test_qwen2_has_biases_and_ignores_a_sliding_window_that_is_off(directory: Callable[..., Path]) -> None:

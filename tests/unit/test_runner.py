@@ -55,7 +55,7 @@ def runner(model_path: Path) -> Runner:
 def generate(runner: Runner, new: NewSequence, blocks: tuple[int, ...], count: int) -> list[int]:
     """Prompt in one step, then one token a step."""
     length = len(new.token_ids)
-    result = runner.execute(plan(SequenceStep(new.seq_id, 0, length, blocks, True), new=(new,)))
+    result = runner.execute(plan(SequenceStep(new.seq_id, 0, length, (blocks,), True), new=(new,)))
     tokens = list(result.sampled[0].token_ids)
     while len(tokens) < count:
         step = SequenceStep(new.seq_id, length + len(tokens) - 1, 1, (), True)
@@ -68,42 +68,42 @@ def test_a_batch_is_laid_out_as_documented() -> None:
     table.add(sequence(1, range(10, 15)))
     table.add(sequence(2, range(20, 27)))
     rows = np.array([table.row(1), table.row(2)])
-    table.append_blocks(rows[0], (7, 3))
-    table.append_blocks(rows[1], (5,))
-    table.append_blocks(rows[1], (9,))
-    steps = (SequenceStep(1, 2, 3, (), False), SequenceStep(2, 6, 1, (), True))
+    table.append_blocks(rows[0], ((7, 3),))
+    table.append_blocks(rows[1], ((5,),))
+    table.append_blocks(rows[1], ((9,),))
+    steps = (SequenceStep(1, 2, 3, ((),), False), SequenceStep(2, 6, 1, ((),), True))
     batch = build_batch(table, rows, steps, BLOCK_SIZE)
     assert batch.token_ids.tolist() == [12, 13, 14, 26]
     assert batch.positions.tolist() == [2, 3, 4, 6]
-    assert batch.slot_mapping.tolist() == [30, 31, 12, 38]
+    assert batch.slot_mapping.tolist() == [[30, 31, 12, 38]]
     assert batch.query_start.tolist() == [0, 3, 4] and batch.seq_lens.tolist() == [5, 7]
-    assert batch.block_tables.tolist() == [[7, 3], [5, 9]] and batch.sample_rows.tolist() == [3]
+    assert batch.block_tables.tolist() == [[[7, 3], [5, 9]]] and batch.sample_rows.tolist() == [3]
 
 
 def test_a_step_beyond_the_known_tokens_or_blocks_is_an_error() -> None:
     table = SequenceTable()
     table.add(sequence(1, range(6)))
     rows = np.array([table.row(1)])
-    table.append_blocks(rows[0], (0,))
+    table.append_blocks(rows[0], ((0,),))
     with pytest.raises(ValueError, match="sequence 1 is to compute 7 tokens from 0, but has 6 tokens"):
-        build_batch(table, rows, (SequenceStep(1, 0, 7, (), True),), BLOCK_SIZE)
+        build_batch(table, rows, (SequenceStep(1, 0, 7, ((),), True),), BLOCK_SIZE)
     with pytest.raises(ValueError, match="has 4 tokens of blocks"):
-        build_batch(table, rows, (SequenceStep(1, 0, 6, (), True),), BLOCK_SIZE)
+        build_batch(table, rows, (SequenceStep(1, 0, 6, ((),), True),), BLOCK_SIZE)
 
 
 def test_rows_are_reused_and_the_table_grows_past_its_first_size() -> None:
     table = SequenceTable()
     for seq_id in range(40):
         table.add(sequence(seq_id, range(seq_id + 1)))
-        table.append_blocks(table.row(seq_id), tuple(range(100 + seq_id, 120 + seq_id)))
+        table.append_blocks(table.row(seq_id), (tuple(range(100 + seq_id, 120 + seq_id)),))
     assert len(table) == 40 and len({table.row(i) for i in range(40)}) == 40
     table.add(sequence(50, range(1000)))
     assert table.tokens[table.row(39), :40].tolist() == list(range(40))
-    assert table.blocks[table.row(3), :20].tolist() == list(range(103, 123))
+    assert table.blocks[0, table.row(3), :20].tolist() == list(range(103, 123))
     freed = table.row(7)
     table.drop(7)
     table.add(sequence(60, (1,)))
-    assert table.row(60) == freed and table.num_blocks[freed] == 0
+    assert table.row(60) == freed and table.num_blocks[0, freed] == 0
     with pytest.raises(KeyError, match="sequence 7 is not in"):
         table.row(7)
 
@@ -111,15 +111,29 @@ def test_rows_are_reused_and_the_table_grows_past_its_first_size() -> None:
 def test_a_reused_rows_old_blocks_do_not_reach_the_batch() -> None:
     table = SequenceTable()
     table.add(sequence(1, range(12)))
-    table.append_blocks(table.row(1), (30, 31, 32))
+    table.append_blocks(table.row(1), ((30, 31, 32),))
     table.drop(1)
     table.add(sequence(2, range(12)))
     table.add(sequence(3, range(2)))
     rows = np.array([table.row(2), table.row(3)])
-    table.append_blocks(rows[0], (4, 5, 6))
-    table.append_blocks(rows[1], (7,))
-    steps = (SequenceStep(2, 0, 12, (), True), SequenceStep(3, 0, 2, (), True))
-    assert build_batch(table, rows, steps, BLOCK_SIZE).block_tables.tolist() == [[4, 5, 6], [7, 0, 0]]
+    table.append_blocks(rows[0], ((4, 5, 6),))
+    table.append_blocks(rows[1], ((7,),))
+    steps = (SequenceStep(2, 0, 12, ((),), True), SequenceStep(3, 0, 2, ((),), True))
+    assert build_batch(table, rows, steps, BLOCK_SIZE).block_tables.tolist() == [[[4, 5, 6], [7, 0, 0]]]
+
+
+def test_every_group_of_layers_has_block_tables_of_its_own() -> None:
+    table = SequenceTable(num_groups=2)
+    table.add(sequence(1, range(6)))
+    rows = np.array([table.row(1)])
+    table.append_blocks(rows[0], ((4, 5), (7,)))
+    steps = (SequenceStep(1, 3, 3, ((), ()), True),)
+    with pytest.raises(ValueError, match="has 4 tokens of blocks"):
+        build_batch(table, rows, steps, BLOCK_SIZE)
+    table.append_blocks(rows[0], ((), (1,)))
+    batch = build_batch(table, rows, steps, BLOCK_SIZE)
+    assert batch.block_tables.tolist() == [[[4, 5]], [[7, 1]]]
+    assert batch.slot_mapping.tolist() == [[19, 20, 21], [31, 4, 5]]
 
 
 def test_dropped_sequences_are_forgotten_also_by_a_plan_without_steps(runner: Runner) -> None:
@@ -142,13 +156,13 @@ def test_a_copied_block_continues_its_sequence(runner: Runner) -> None:
     new = sequence(1, range(7), temperature=0.8, seed=5)
     tokens = generate(runner, new, (0, 1, 2), 1)
     fork = NewSequence(2, new.token_ids, 7, 0, new.params)
-    step = SequenceStep(2, 6, 1, (0, 40, 41), True)
+    step = SequenceStep(2, 6, 1, ((0, 40, 41),), True)
     assert list(runner.execute(plan(step, new=(fork,), copies=((1, 40),))).sampled[0].token_ids) == tokens
 
 
 def test_logprobs_are_given_to_those_who_asked_each_with_its_own_number(runner: Runner) -> None:
     new = tuple(sequence(i, range(i + 2), logprobs=wanted) for i, wanted in enumerate((None, 0, 3)))
-    steps = tuple(SequenceStep(i, 0, i + 2, (i,), True) for i in range(3))
+    steps = tuple(SequenceStep(i, 0, i + 2, ((i,),), True) for i in range(3))
     first, second, third = runner.execute(plan(*steps, new=new)).sampled
     assert first.logprobs is None and second.logprobs is not None and third.logprobs is not None
     assert second.logprobs[0].top_token_ids == [] and len(third.logprobs[0].top_logprobs) == 3
@@ -158,8 +172,8 @@ def test_logprobs_are_given_to_those_who_asked_each_with_its_own_number(runner: 
 
 def test_chunks_sample_only_at_their_end(runner: Runner) -> None:
     new = sequence(1, range(10))
-    assert runner.execute(plan(SequenceStep(1, 0, 6, (0, 1), False), new=(new,))).sampled == ()
-    result = runner.execute(plan(SequenceStep(1, 6, 4, (2,), True)))
+    assert runner.execute(plan(SequenceStep(1, 0, 6, ((0, 1),), False), new=(new,))).sampled == ()
+    result = runner.execute(plan(SequenceStep(1, 6, 4, ((2,),), True)))
     assert result.sampled[0].token_ids == tuple(generate(runner, sequence(2, range(10)), (5, 6, 7), 1))
     assert result.seconds > 0
 
@@ -170,7 +184,7 @@ def test_a_failed_step_can_be_done_again(runner: Runner, monkeypatch: pytest.Mon
     old = sequence(2, range(6))
     first = generate(runner, old, (2, 3), 1)
     new = sequence(3, range(6))
-    attempt = plan(SequenceStep(2, 6, 1, (4,), True), SequenceStep(3, 0, 6, (5, 6), True), new=(new,))
+    attempt = plan(SequenceStep(2, 6, 1, ((4,),), True), SequenceStep(3, 0, 6, ((5, 6),), True), new=(new,))
     with monkeypatch.context() as patch:
         patch.setattr(runner.kernels, "sample", _raising(MemoryError("no room")))
         with pytest.raises(MemoryError):
@@ -190,7 +204,7 @@ def _raising(error: Exception) -> object:
 
 def test_broken_logits_name_their_sequences(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.kernels, "sample", _raising(InvalidLogits([1])))
-    steps = (SequenceStep(11, 0, 3, (0,), True), SequenceStep(12, 0, 3, (1,), True))
+    steps = (SequenceStep(11, 0, 3, ((0,),), True), SequenceStep(12, 0, 3, ((1,),), True))
     with pytest.raises(BrokenSequences, match="not numbers for sequence 12") as caught:
         runner.execute(plan(*steps, new=(sequence(11, range(3)), sequence(12, range(3)))))
     assert caught.value.seq_ids == (12,)
@@ -199,7 +213,7 @@ def test_broken_logits_name_their_sequences(runner: Runner, monkeypatch: pytest.
 def test_a_step_before_loading_says_what_to_call(model_path: Path) -> None:
     runner = Runner(open_model(model_path), ReferenceKernels())
     with pytest.raises(RuntimeError, match="call load and allocate_kv_cache"):
-        runner.execute(plan(SequenceStep(1, 0, 3, (0,), True), new=(sequence(1, range(3)),)))
+        runner.execute(plan(SequenceStep(1, 0, 3, ((0,),), True), new=(sequence(1, range(3)),)))
 
 
 def test_loading_reports_progress_up_to_the_total(model_path: Path) -> None:

@@ -344,13 +344,13 @@ def test_forks_wait_for_the_prompt_then_share_it_and_copy_its_last_block() -> No
     first = one(run.step())
     assert tokens_given(first) == [10]
     assert run.scheduler.stats(0.0).num_waiting == 2
-    source = first.steps[0].new_block_ids
+    [source] = first.steps[0].new_block_ids
     second = one(run.step())
     assert tokens_given(second) == [1, 1, 1]
     assert [step.start for step in second.steps] == [10, 9, 9]
-    forks = second.steps[1:]
-    assert [fork.new_block_ids[:2] for fork in forks] == [source[:2], source[:2]]
-    assert second.block_copies == tuple((source[2], fork.new_block_ids[2]) for fork in forks)
+    forks = [step.new_block_ids[0] for step in second.steps[1:]]
+    assert [block_ids[:2] for block_ids in forks] == [source[:2], source[:2]]
+    assert second.block_copies == tuple((source[2], block_ids[2]) for block_ids in forks)
     run.run()
     run.assert_tokens_as_if_alone("a")
     assert len({tuple(run.tokens("a", index)) for index in range(3)}) == 3
@@ -558,7 +558,7 @@ def test_a_result_without_the_token_asked_for_is_an_error_that_says_so() -> None
 
 def test_results_for_unknown_sequences_are_ignored() -> None:
     run = engine()
-    plan = Plan(0, (), (), (), (SequenceStep(77, 0, 1, (0,), True),))
+    plan = Plan(0, (), (), (), (SequenceStep(77, 0, 1, ((0,),), True),))
     assert run.scheduler.update(plan, StepResult(0, 0.01, (Sampled(77, (1,)),))) == []
 
 

@@ -63,7 +63,7 @@ def test_many_prompts_to_score_share_the_rows_and_hold_up_nobody() -> None:
     run.run()
     assert max(scored_rows(run)) <= MAX_SCORED_ROWS
     assert all(scored(run, f"s{i}") == prompt(150, start=1000 * i)[1:] for i in range(4))
-    assert any(len(step.new_block_ids) and step.num_tokens == 20 for step in run.plans[0].steps), "in the first step"
+    assert any(len(step.new_block_ids[0]) and step.num_tokens == 20 for step in run.plans[0].steps), "in the first step"
 
 
 def test_without_chunked_prefill_a_prompt_is_still_scored_in_pieces() -> None:

@@ -56,13 +56,15 @@ arrivals = st.builds(
 def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
     """Caches from just large enough for the largest request alone (50 tokens) to roomy."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    num_groups = draw(st.sampled_from([1, 1, 2, 3]))
     chunked = draw(st.booleans())
     return SchedulerSettings(
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=draw(st.integers(1, 64)) if chunked else draw(st.integers(36, 64)),
         max_model_len=draw(st.sampled_from([50, 1000])),
-        num_blocks=math.ceil(50 / block_size) + draw(st.sampled_from([0, 1, 3, 40])),
+        num_blocks=math.ceil(50 / block_size) * num_groups + draw(st.sampled_from([0, 1, 3, 40])),
         block_size=block_size,
+        num_groups=num_groups,
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),

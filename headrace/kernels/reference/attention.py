@@ -71,17 +71,27 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: Batch, *, num_kv_heads: int, block_size: int, empty_slot: int, device: str, window: int | None = None
+    batch: Batch,
+    *,
+    num_kv_heads: int,
+    block_size: int,
+    empty_slot: int,
+    device: str,
+    group: int = 0,
+    window: int | None = None,
 ) -> AttentionPlan:
-    """`empty_slot` is a slot of the cache that holds zeros, read for positions past a sequence's end.
+    """Of the layers of `group`. `empty_slot` is a slot of the cache that holds zeros, read for positions past a
+    sequence's end and for those before all that its rows of this step see, whose blocks may be others' by now.
 
     With a `window` a row sees that many positions, its own the last. Key tiles that no row of an item sees are
     left out, and which these are is told by the item's position alone.
     """
+    block_tables = batch.block_tables[group]
     query_start = batch.query_start.astype(np.int64)
     num_queries = np.diff(query_start)
     seq_lens = batch.seq_lens.astype(np.int64)
     first_tile = (seq_lens - num_queries) // QUERY_TILE
+    lowest_seen = np.zeros_like(seq_lens) if window is None else seq_lens - num_queries + 1 - window
     num_tiles = (seq_lens - 1) // QUERY_TILE - first_tile + 1
     tile_start = np.concatenate([[0], np.cumsum(num_tiles)])
     tile_seq = np.repeat(np.arange(len(seq_lens)), num_tiles)
@@ -93,9 +103,10 @@ def plan_attention(
     def key_slots(seqs: NDArray[np.int64], key_tiles: NDArray[np.int64]) -> NDArray[np.int64]:
         """[sequences, KEY_TILE] slots of the cache."""
         positions = key_tiles[:, None] * KEY_TILE + _offsets[None, :]
-        blocks = np.minimum(positions // block_size, batch.block_tables.shape[1] - 1)
-        slots = batch.block_tables[seqs[:, None], blocks].astype(np.int64) * block_size + positions % block_size
-        return np.where(positions < seq_lens[seqs][:, None], slots, empty_slot)
+        blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
+        slots = block_tables[seqs[:, None], blocks].astype(np.int64) * block_size + positions % block_size
+        seen = (positions >= lowest_seen[seqs][:, None]) & (positions < seq_lens[seqs][:, None])
+        return np.where(seen, slots, empty_slot)
 
     heads = np.arange(num_kv_heads)
     item_of_tile = np.empty((tile_start[-1], num_kv_heads), np.int64)

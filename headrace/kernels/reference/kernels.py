@@ -41,15 +41,15 @@ class RopeTable:
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
     """One step's batch on the device. `rotations` keeps each rope table's rows for the step's positions,
-    `plans` what `plan` gave for each window of the model's layers."""
+    `plans` what `plan` gave for each group of the model's layers and its window."""
 
     token_ids: Int32
     num_rows: int
     positions: Tensor
     slot_mapping: Tensor
     sample_rows: Tensor
-    plan: Callable[[int | None], AttentionPlan]
-    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+    plan: Callable[[int, int | None], AttentionPlan]
+    plans: dict[tuple[int, int | None], AttentionPlan] = field(default_factory=dict)
     rotations: dict[int, RopeTable] = field(default_factory=dict)
 
 
@@ -139,7 +139,28 @@ class ReferenceKernels:
             blocks = layer.view(layout.num_blocks + 1, -1)
             blocks[targets] = blocks[sources]
 
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Keys of every layer, then values of every layer."""
+        chosen = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        return np.concatenate([blocks[chosen].cpu().numpy() for blocks in self._blocks()], axis=1)
+
+    def write_blocks(self, block_ids: Sequence[int], content: NDArray[np.uint8]) -> None:
+        targets = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        start = 0
+        for blocks in self._blocks():
+            stop = start + blocks.shape[1]
+            blocks[targets] = torch.from_numpy(content[:, start:stop].copy()).to(self.device)
+            start = stop
+
+    def _blocks(self) -> list[Tensor]:
+        """Every part of the cache as bytes [blocks, bytes of this part of a block]."""
+        num_blocks = self._cache_layout().num_blocks + 1
+        return [part.view(num_blocks, -1).view(torch.uint8) for part in (*self._keys, *self._values)]
+
     # a step
+
+    def capture(self, forward: Callable[[LoadedBatch], Tensor]) -> Callable[[Batch], Tensor]:
+        return lambda batch: forward(self.load_batch(batch))
 
     def load_batch(self, batch: Batch) -> LoadedBatch:
         layout = self._cache_layout()
@@ -161,7 +182,7 @@ class ReferenceKernels:
             positions=index(batch.positions),
             slot_mapping=index(batch.slot_mapping),
             sample_rows=index(batch.sample_rows),
-            plan=lambda window: plan(window=window),
+            plan=lambda group, window: plan(group=group, window=window),
         )
 
     def embedding(self, table: EmbeddingTable, batch: LoadedBatch) -> Tensor:
@@ -205,6 +226,7 @@ class ReferenceKernels:
         k: Tensor,
         v: Tensor,
         *,
+        group: int,
         layer: int,
         num_heads: int,
         num_kv_heads: int,
@@ -214,11 +236,11 @@ class ReferenceKernels:
     ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         width = num_kv_heads * keys.shape[1]
-        keys.view(-1, width)[batch.slot_mapping] = k
-        values.view(-1, width)[batch.slot_mapping] = v
-        plan = batch.plans.get(window)
+        keys.view(-1, width)[batch.slot_mapping[group]] = k
+        values.view(-1, width)[batch.slot_mapping[group]] = v
+        plan = batch.plans.get((group, window))
         if plan is None:
-            plan = batch.plans[window] = batch.plan(window)
+            plan = batch.plans[group, window] = batch.plan(group, window)
         return attend(q, keys, values, plan, num_kv_heads=num_kv_heads, scale=scale)
 
     def silu_mul(self, x: Tensor) -> Tensor:
