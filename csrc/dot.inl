@@ -1,0 +1,238 @@
+// Products of integers, of one panel (16 outputs) with one row: what the products need of each instruction set.
+//
+// 8 bits: `Weights8` are kStep8 inputs of 16 outputs, multiplied with as many of a row, held as `Input8` and handed over
+// as the 32 bits they fill. 4 bits: `Nibbles` are 8 inputs; a low or high half of them is multiplied with 4 int8 into
+// `Narrow`, which holds the sums of kNarrow inputs before it must be widened. Weights have no sign, a row's inputs do.
+// Sums are exact.
+#pragma once
+
+namespace HR_ISA {
+
+#if defined(__AVX512BW__)
+
+using Int = __m512i;
+using Nibbles = __m512i;
+using Weights8 = __m512i;
+using Narrow = __m512i;
+
+static inline Int broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
+static inline Vec to_float(Int a) { return {_mm512_cvtepi32_ps(a)}; }
+
+static inline Nibbles load_nibbles(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline Weights8 low_nibbles(Nibbles w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline Weights8 high_nibbles(Nibbles w) {
+  return _mm512_and_si512(_mm512_srli_epi32(w, 4), _mm512_set1_epi8(15));
+}
+
+// Of pairs of bfloat16 the first or second, as floats.
+static inline Vec load_bf16_pairs(const uint16_t* p, int j) {
+  __m512i pairs = _mm512_loadu_si512(p);
+  if (j == 0) return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+  return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+// The number of `bits` bits from bit `shift` on, in each 32 bits at p, as floats.
+static inline Vec load_bits(const uint8_t* p, int shift, int bits) {
+  Int shifted = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(shift));
+  return to_float(_mm512_and_si512(shifted, _mm512_set1_epi32((1 << bits) - 1)));
+}
+
+#if defined(HR_VNNI_BF16)
+
+using Input8 = int8_t;
+constexpr int kStep8 = 4;
+constexpr int64_t kNarrow = 1 << 16;
+
+static inline Weights8 load_weights8(const uint8_t* p) { return _mm512_loadu_si512(p); }
+// Of kStep8 inputs at p the j-th, as floats.
+static inline Vec load_input8(const uint8_t* p, int j) { return load_bits(p, 8 * j, 8); }
+static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
+  return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(inputs));
+}
+static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
+static inline Narrow no_narrow() { return _mm512_setzero_si512(); }
+static inline Int widen(Narrow sum) { return sum; }
+
+#else
+
+using Input8 = int16_t;
+constexpr int kStep8 = 2;
+constexpr int64_t kNarrow = 32;
+
+static inline Weights8 load_weights8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Of kStep8 inputs at p the j-th, as floats.
+static inline Vec load_input8(const uint8_t* p, int j) {
+  Int pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return to_float(j == 0 ? _mm512_and_si512(pairs, _mm512_set1_epi32(255)) : _mm512_srli_epi32(pairs, 8));
+}
+static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(w, _mm512_set1_epi32(inputs)));
+}
+static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
+  return _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, _mm512_set1_epi32(inputs)));
+}
+static inline Narrow no_narrow() { return _mm512_setzero_si512(); }
+static inline Int widen(Narrow sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+
+#endif
+
+#elif defined(__AVX2__)
+
+struct Int {
+  __m256i lo, hi;
+};
+using Nibbles = Int;
+using Weights8 = Int;
+using Narrow = Int;
+using Input8 = int16_t;
+constexpr int kStep8 = 2;
+constexpr int64_t kNarrow = 32;  // 8 sums of two products of at most 15 * 127 fit 16 bits
+
+static inline __m256i load_half(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+static inline Int broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Int add_int(Int a, Int b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+static inline Vec to_float(Int a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+
+static inline Nibbles load_nibbles(const uint8_t* p) { return {load_half(p), load_half(p + 32)}; }
+static inline Weights8 low_nibbles(Nibbles w) {
+  __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
+}
+static inline Weights8 high_nibbles(Nibbles w) {
+  return low_nibbles({_mm256_srli_epi32(w.lo, 4), _mm256_srli_epi32(w.hi, 4)});
+}
+
+// Of pairs of bfloat16 the first or second, as floats.
+static inline __m256 bf16_of_pairs(const uint8_t* p, int j) {
+  __m256i pairs = load_half(p);
+  if (j == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+static inline Vec load_bf16_pairs(const uint16_t* p, int j) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(p);
+  return {bf16_of_pairs(bytes, j), bf16_of_pairs(bytes + 32, j)};
+}
+
+// The number of `bits` bits from bit `shift` on, in each 32 bits at p, as floats.
+static inline Vec load_bits(const uint8_t* p, int shift, int bits) {
+  __m128i count = _mm_cvtsi32_si128(shift);
+  __m256i mask = _mm256_set1_epi32((1 << bits) - 1);
+  __m256i lo = _mm256_srl_epi32(load_half(p), count), hi = _mm256_srl_epi32(load_half(p + 32), count);
+  return to_float(Int{_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)});
+}
+
+static inline Weights8 load_weights8(const uint8_t* p) {
+  const __m128i* half = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(half)), _mm256_cvtepu8_epi16(_mm_loadu_si128(half + 1))};
+}
+// Of kStep8 inputs at p the j-th, as floats.
+static inline Vec load_input8(const uint8_t* p, int j) {
+  const __m128i* half = reinterpret_cast<const __m128i*>(p);
+  __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128(half)), hi = _mm256_cvtepu16_epi32(_mm_loadu_si128(half + 1));
+  if (j == 1) return to_float(Int{_mm256_srli_epi32(lo, 8), _mm256_srli_epi32(hi, 8)});
+  __m256i mask = _mm256_set1_epi32(255);
+  return to_float(Int{_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)});
+}
+static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
+  __m256i x = _mm256_set1_epi32(inputs);
+  return add_int(sum, {_mm256_madd_epi16(w.lo, x), _mm256_madd_epi16(w.hi, x)});
+}
+static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
+  __m256i x = _mm256_set1_epi32(inputs);
+  return {_mm256_add_epi16(sum.lo, _mm256_maddubs_epi16(w.lo, x)),
+          _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(w.hi, x))};
+}
+static inline Narrow no_narrow() { return broadcast_int(0); }
+static inline Int widen(Narrow sum) {
+  __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.lo, ones), _mm256_madd_epi16(sum.hi, ones)};
+}
+
+#else
+
+struct Int {
+  int32_t v[kLanes];
+};
+struct Bytes {
+  uint8_t v[4 * kLanes];
+};
+using Nibbles = Bytes;
+using Weights8 = Bytes;
+using Narrow = Int;
+using Input8 = int8_t;
+constexpr int kStep8 = 4;
+constexpr int64_t kNarrow = 1 << 16;
+
+static inline Int broadcast_int(int32_t x) {
+  Int r;
+  for (int i = 0; i < kLanes; i++) r.v[i] = x;
+  return r;
+}
+static inline Int add_int(Int a, Int b) {
+  for (int i = 0; i < kLanes; i++) a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + b.v[i]);
+  return a;
+}
+static inline Vec to_float(Int a) {
+  Vec r;
+  for (int i = 0; i < kLanes; i++) r.v[i] = static_cast<float>(a.v[i]);
+  return r;
+}
+
+static inline Nibbles load_nibbles(const uint8_t* p) {
+  Nibbles r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+static inline Weights8 low_nibbles(Nibbles w) {
+  Weights8 r;
+  for (int i = 0; i < 4 * kLanes; i++) r.v[i] = static_cast<uint8_t>(w.v[i] & 15);
+  return r;
+}
+static inline Weights8 high_nibbles(Nibbles w) {
+  Weights8 r;
+  for (int i = 0; i < 4 * kLanes; i++) r.v[i] = static_cast<uint8_t>(w.v[i] >> 4);
+  return r;
+}
+
+// Of pairs of bfloat16 the first or second, as floats.
+static inline Vec load_bf16_pairs(const uint16_t* p, int j) {
+  Vec r;
+  for (int i = 0; i < kLanes; i++) r.v[i] = bf16_to_float(p[2 * i + j]);
+  return r;
+}
+
+// The number of `bits` bits from bit `shift` on, in each 32 bits at p, as floats.
+static inline Vec load_bits(const uint8_t* p, int shift, int bits) {
+  Vec r;
+  for (int i = 0; i < kLanes; i++) {
+    uint32_t word = p[4 * i] | p[4 * i + 1] << 8 | p[4 * i + 2] << 16 | static_cast<uint32_t>(p[4 * i + 3]) << 24;
+    r.v[i] = static_cast<float>(word >> shift & ((1u << bits) - 1));
+  }
+  return r;
+}
+
+static inline Weights8 load_weights8(const uint8_t* p) {
+  Weights8 r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+// Of kStep8 inputs at p the j-th, as floats.
+static inline Vec load_input8(const uint8_t* p, int j) { return load_bits(p, 8 * j, 8); }
+static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
+  int8_t x[4];
+  std::memcpy(x, &inputs, 4);
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < 4; j++) sum.v[i] = static_cast<int32_t>(static_cast<uint32_t>(sum.v[i]) + w.v[4 * i + j] * x[j]);
+  return sum;
+}
+static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
+static inline Narrow no_narrow() { return broadcast_int(0); }
+static inline Int widen(Narrow sum) { return sum; }
+
+#endif
+
+}  // namespace HR_ISA

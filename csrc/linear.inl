@@ -1,0 +1,190 @@
+// Products of rows with a packed matrix: how the work is cut for the threads; the products are in products_*.inl.
+//
+// An item is some panels by some rows. Weights are read from memory once for all rows of an item, its rows stay in the
+// second cache.
+#pragma once
+
+#include "linear.h"
+#include "dot.inl"
+
+namespace HR_ISA {
+
+using namespace headrace;
+
+// Rows cut into tiles of at most `most` rows whose heights differ by one at most: the first `taller` have one more.
+struct Heights {
+  int64_t tiles, least, taller;
+};
+
+static inline Heights tile_heights(int64_t rows, int64_t most) {
+  const int64_t tiles = (rows + most - 1) / most;
+  return {tiles, rows / tiles, rows % tiles};
+}
+
+// The scales or offsets of group number `index` of all panels.
+static inline Vec load_numbers(const void* numbers, bool half, int64_t index) {
+  return half ? load_f16(static_cast<const uint16_t*>(numbers) + index * kPanel)
+              : load(static_cast<const float*>(numbers) + index * kPanel);
+}
+
+}  // namespace HR_ISA
+
+#include "pack.inl"
+#include "products_float.inl"
+#include "products_int.inl"
+
+namespace HR_ISA {
+
+struct LinearWork {
+  LinearArgs args;
+  int64_t panels_per_item, rows_per_item, panel_items;
+  QuantisedRows quantised;
+  const uint16_t* rounded;  // rows as bfloat16 [rows, depth]
+};
+
+constexpr int64_t kRowsPerItem = 128;
+constexpr int64_t kItemBytes = 128 << 10;
+
+// Few items where the matrix is small, several a thread where it is large, so that a thread that lost its core for a
+// while does not hold up the others.
+static void cut(Pool* pool, LinearWork* work, int64_t panel_multiple) {
+  const PackedMatrix& m = *work->args.matrix;
+  const int64_t rows = work->args.rows, threads = pool->threads();
+  const int64_t row_items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+  work->rows_per_item = (rows + row_items - 1) / row_items;
+  const int64_t bytes = static_cast<int64_t>(m.panel_bytes) * m.panels * (rows < 8 ? 1 : rows / 4);
+  int64_t items = bytes / threads / kItemBytes;
+  items = threads * (items < 1 ? 1 : items > 8 ? 8 : items);
+  int64_t panels = (m.panels + items - 1) / items;
+  panels = (panels + panel_multiple - 1) / panel_multiple * panel_multiple;
+  work->panels_per_item = panels;
+  work->panel_items = (m.panels + panels - 1) / panels;
+}
+
+struct ItemRange {
+  int64_t first_row, rows, first_panel, end_panel;
+};
+
+static inline ItemRange item_range(const LinearWork& work, int64_t item) {
+  ItemRange range;
+  range.first_row = item / work.panel_items * work.rows_per_item;
+  const int64_t rows = work.args.rows - range.first_row;
+  range.rows = rows < work.rows_per_item ? rows : work.rows_per_item;
+  range.first_panel = item % work.panel_items * work.panels_per_item;
+  range.end_panel = range.first_panel + work.panels_per_item;
+  if (range.end_panel > work.args.matrix->panels) range.end_panel = work.args.matrix->panels;
+  return range;
+}
+
+static void run_items(Pool* pool, LinearWork* work, Pool::Task task) {
+  const int64_t row_items = (work->args.rows + work->rows_per_item - 1) / work->rows_per_item;
+  pool->run(row_items * work->panel_items, task, work);
+}
+
+template <class Input>
+static FloatProduct<Input> float_part(const LinearWork& work, const ItemRange& range, const Input* x, int64_t stride) {
+  const LinearArgs& args = work.args;
+  FloatProduct<Input> t = {};
+  t.x = x + range.first_row * stride;
+  t.x_stride = stride;
+  t.rows = range.rows;
+  t.panels = range.end_panel - range.first_panel;
+  t.outputs = args.matrix->out - range.first_panel * kPanel;
+  t.bias = args.bias == nullptr ? nullptr : args.bias + range.first_panel * kPanel;
+  t.y = args.y.data + range.first_row * args.y.stride + range.first_panel * kPanel;
+  t.y_stride = args.y.stride;
+  return t;
+}
+
+static void float_item(void* context, int64_t item, int) {
+  const LinearWork& work = *static_cast<const LinearWork*>(context);
+  const PackedMatrix& m = *work.args.matrix;
+  const ItemRange range = item_range(work, item);
+  const FloatProduct<float> t = float_part(work, range, work.args.x.data, work.args.x.stride);
+  switch (m.form) {
+    case Form::kF32: float_range<WeightsF32>(m, t, range.first_panel); break;
+    case Form::kF16: float_range<WeightsF16>(m, t, range.first_panel); break;
+    case Form::kBF16: float_range<WeightsBF16>(m, t, range.first_panel); break;
+    default: integer_range(m, t, range.first_panel); break;
+  }
+}
+
+#if defined(HR_VNNI_BF16)
+static void bf16_item(void* context, int64_t item, int) {
+  const LinearWork& work = *static_cast<const LinearWork*>(context);
+  const PackedMatrix& m = *work.args.matrix;
+  const ItemRange range = item_range(work, item);
+  float_range<WeightsBF16Pairs>(m, float_part(work, range, work.rounded, m.depth), range.first_panel);
+}
+
+static void round_item(void* context, int64_t row, int) {
+  const LinearWork& work = *static_cast<const LinearWork*>(context);
+  const PackedMatrix& m = *work.args.matrix;
+  const float* x = work.args.x.data + row * work.args.x.stride;
+  uint16_t* to = const_cast<uint16_t*>(work.rounded) + row * m.depth;
+  int64_t k = 0;
+  for (; k + kLanes <= m.in; k += kLanes) store_bf16(to + k, load(x + k));
+  for (; k < m.depth; k++) to[k] = k < m.in ? float_to_bf16(x[k]) : 0;
+}
+#endif
+
+static void int_item(void* context, int64_t item, int) {
+  const LinearWork& work = *static_cast<const LinearWork*>(context);
+  const LinearArgs& args = work.args;
+  const PackedMatrix& m = *args.matrix;
+  const ItemRange r = item_range(work, item);
+  const IntProduct t = {&m, work.quantised, args.rows, args.bias, args.y.data, args.y.stride};
+  if (m.form == Form::kInt8)
+    int_product<Dot8>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+  else if (m.group_size % 32 == 0)
+    int_product<Dot4<32>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+  else
+    int_product<Dot4<16>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+}
+
+// Memory for what an operation makes of its rows was short: no number is right, and sampling says so.
+static void fail(const LinearArgs& args) {
+  for (int64_t row = 0; row < args.rows; row++)
+    for (int64_t i = 0; i < args.matrix->out; i++) args.y.data[row * args.y.stride + i] = from_bits(0x7fc00000u);
+}
+
+constexpr int64_t kInputsPerItem = 16 << 10;  // that are quantised or rounded by one thread at a time
+
+static bool quantise(Pool* pool, LinearWork* work) {
+  const LinearArgs& args = work->args;
+  const PackedMatrix& m = *args.matrix;
+  const bool wide = m.form == Form::kInt8 && sizeof(Input8) == 2;
+  const int64_t row_bytes = (m.depth * (wide ? 2 : 1) + 63) / 64 * 64;
+  const int64_t group_bytes = m.groups * static_cast<int64_t>(sizeof(GroupInputs));
+  uint8_t* memory = static_cast<uint8_t*>(pool->shared(0, args.rows * (row_bytes + group_bytes)));
+  if (memory == nullptr) return false;
+  work->quantised = {memory, row_bytes, reinterpret_cast<GroupInputs*>(memory + args.rows * row_bytes)};
+  Quantising q = {&args, work->quantised, wide, kInputsPerItem / m.depth + 1};
+  pool->run((args.rows + q.rows_per_item - 1) / q.rows_per_item, quantise_item, &q);
+  return true;
+}
+
+static void linear(Pool* pool, const LinearArgs& args) {
+  const PackedMatrix& m = *args.matrix;
+  if (args.rows <= 0 || m.out <= 0) return;
+  LinearWork work = {};
+  work.args = args;
+  if (m.scheme == Scheme::kInt8 || m.scheme == Scheme::kInt8Rows) {
+    if (!quantise(pool, &work)) return fail(args);
+    cut(pool, &work, int_panels(1));
+    return run_items(pool, &work, int_item);
+  }
+#if defined(HR_VNNI_BF16)
+  if (m.scheme == Scheme::kBF16) {
+    work.rounded = static_cast<uint16_t*>(pool->shared(0, args.rows * m.depth * 2));
+    if (work.rounded == nullptr) return fail(args);
+    pool->run(args.rows, round_item, &work);
+    cut(pool, &work, float_panels(static_cast<int>(args.rows < kFloatRows ? args.rows : kFloatRows)));
+    return run_items(pool, &work, bf16_item);
+  }
+#endif
+  cut(pool, &work, float_panels(static_cast<int>(args.rows < kFloatRows ? args.rows : kFloatRows)));
+  run_items(pool, &work, float_item);
+}
+
+}  // namespace HR_ISA

@@ -1,0 +1,248 @@
+// Products of integers: a row's inputs are quantised once an operation, per group of the weight, to int8.
+//
+//     x ~ q_x * scale_x     w = q * scale + offset     sum += (q . q_x) * scale * scale_x + offset * sum(q_x) * scale_x
+//
+// The integer sum of a group is exact; the float sums are one chain over the groups, in their order.
+#pragma once
+
+namespace HR_ISA {
+
+using namespace headrace;
+
+// Of one row and group: weights are held as q + zero, so that the integer sum starts at -zero * sum(q_x).
+struct GroupInputs {
+  float scale, scaled_sum;
+  int32_t start;
+};
+
+struct QuantisedRows {
+  uint8_t* inputs;  // rows of `depth` int8 or Input8
+  int64_t row_bytes;
+  GroupInputs* groups;  // [rows, groups]
+};
+
+struct Quantising {
+  const LinearArgs* args;
+  QuantisedRows to;
+  bool wide;  // int16
+  int64_t rows_per_item;
+};
+
+// One group of one row: `count` inputs that are there, zeros up to `width`.
+static void quantise_group(const float* x, int64_t count, int64_t width, bool wide, int32_t zero, uint8_t* to,
+                           GroupInputs* group) {
+  Vec most = broadcast(0.0f), broken = most;
+  for (int64_t k = 0; k < count; k += kLanes) {
+    Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
+    most = max(abs(part), most);
+    broken = fma(part, broadcast(0.0f), broken);  // NaN where one is not finite
+  }
+  const float limit = largest(most), not_finite = sum(broken);
+  const bool finite = not_finite == 0.0f;
+  const float inverse = finite && limit > 0.0f ? 127.0f / limit : 0.0f;
+  int32_t total = 0;
+  for (int64_t k = 0; k < width; k += kLanes) {
+    alignas(16) int8_t q[kLanes];
+    Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
+    store_i8(q, finite ? mul(part, broadcast(inverse)) : broadcast(0.0f));
+    const int64_t left = width - k < kLanes ? width - k : kLanes;
+    for (int64_t i = 0; i < left; i++) total += q[i];
+    if (wide)
+      for (int64_t i = 0; i < left; i++) reinterpret_cast<int16_t*>(to)[k + i] = q[i];
+    else
+      std::memcpy(to + k, q, left);
+  }
+  group->scale = finite ? limit / 127.0f : not_finite;
+  group->scaled_sum = static_cast<float>(total) * group->scale;
+  group->start = static_cast<int32_t>(0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(total));
+}
+
+static void quantise_item(void* context, int64_t item, int) {
+  const Quantising& q = *static_cast<const Quantising*>(context);
+  const LinearArgs& args = *q.args;
+  const PackedMatrix& m = *args.matrix;
+  const int64_t end = (item + 1) * q.rows_per_item;
+  for (int64_t row = item * q.rows_per_item; row < end && row < args.rows; row++) {
+    const float* x = args.x.data + row * args.x.stride;
+    for (int64_t g = 0; g < m.groups; g++) {
+      const int64_t first = g * m.group_size;
+      const int64_t count = m.in - first < m.group_size ? m.in - first : m.group_size;
+      quantise_group(x + first, count, m.group_size, q.wide, m.zero,
+                     q.to.inputs + row * q.to.row_bytes + first * (q.wide ? 2 : 1), q.to.groups + row * m.groups + g);
+    }
+  }
+}
+
+// How many rows and panels a tile takes.
+#if defined(__AVX512F__)
+constexpr int kRows4 = 8, kRows8 = 8;
+constexpr int int_panels(int) { return 2; }
+#elif defined(__AVX2__)
+constexpr int kRows4 = 4, kRows8 = 6;
+constexpr int int_panels(int) { return 1; }
+#else
+constexpr int kRows4 = 4, kRows8 = 4;
+constexpr int int_panels(int) { return 1; }
+#endif
+
+static inline int32_t four_bytes(const uint8_t* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return bytes;
+}
+
+// The sums of one group: `sums` starts as it is to start. kPart: inputs between widenings, what the group is made of.
+template <int kPart>
+struct Dot4 {
+  static constexpr int kMaxRows = kRows4;
+  static constexpr int kInputBytes = 1;
+  static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel / 2; }
+
+  template <int kRows, int kPanels>
+  static inline void add(Int (&sums)[kRows][kPanels], const uint8_t* x, int64_t row_bytes, const uint8_t* w,
+                         int64_t panel_bytes, int64_t inputs) {
+    for (int64_t first = 0; first < inputs; first += kPart) {
+      Narrow narrow[kRows][kPanels];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; p++) narrow[r][p] = no_narrow();
+#pragma GCC unroll 4
+      for (int k = 0; k < kPart; k += 8) {
+        Nibbles nibbles[kPanels];
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + (first + k) * kPanel / 2);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          Weights8 weights[kPanels];
+#pragma GCC unroll 2
+          for (int p = 0; p < kPanels; p++) weights[p] = half ? high_nibbles(nibbles[p]) : low_nibbles(nibbles[p]);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; r++) {
+            const int32_t inputs4 = four_bytes(x + r * row_bytes + first + k + 4 * half);
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanels; p++) narrow[r][p] = dot4(narrow[r][p], weights[p], inputs4);
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; p++) sums[r][p] = add_int(sums[r][p], widen(narrow[r][p]));
+    }
+  }
+};
+
+struct Dot8 {
+  static constexpr int kMaxRows = kRows8;
+  static constexpr int kInputBytes = sizeof(Input8);
+  static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel; }
+
+  template <int kRows, int kPanels>
+  static inline void add(Int (&sums)[kRows][kPanels], const uint8_t* x, int64_t row_bytes, const uint8_t* w,
+                         int64_t panel_bytes, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k += kStep8) {
+      Weights8 weights[kPanels];
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; p++) weights[p] = load_weights8(w + p * panel_bytes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        const int32_t inputs4 = four_bytes(x + r * row_bytes);
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], inputs4);
+      }
+      x += 4;
+      w += kStep8 * kPanel;
+    }
+  }
+};
+
+struct IntProduct {
+  const PackedMatrix* m;
+  QuantisedRows x;
+  int64_t rows;
+  const float* bias;
+  float* y;
+  int64_t y_stride;
+};
+
+template <class Dot, int kRows, int kPanels>
+static void int_tile(const IntProduct& t, int64_t row, int64_t panel) {
+  const PackedMatrix& m = *t.m;
+  Vec totals[kRows][kPanels];
+  for (int r = 0; r < kRows; r++)
+    for (int p = 0; p < kPanels; p++) totals[r][p] = broadcast(0.0f);
+  const int64_t panel_bytes = static_cast<int64_t>(m.panel_bytes);
+  const uint8_t* w = m.values + panel * panel_bytes;
+  const uint8_t* x = t.x.inputs + row * t.x.row_bytes;
+  const GroupInputs* groups = t.x.groups + row * m.groups;
+  for (int64_t g = 0; g < m.groups; g++) {
+    Int sums[kRows][kPanels];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; p++) sums[r][p] = broadcast_int(groups[r * m.groups + g].start);
+    Dot::add(sums, x, t.x.row_bytes, w, panel_bytes, m.group_size);
+    x += m.group_size * Dot::kInputBytes;
+    w += Dot::packed_bytes(m.group_size);
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; p++) {
+      const int64_t numbers = (panel + p) * m.groups + g;
+      const Vec scale = load_numbers(m.scales, m.half_scales, numbers);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        Vec both = mul(scale, broadcast(groups[r * m.groups + g].scale));
+        totals[r][p] = fma(to_float(sums[r][p]), both, totals[r][p]);
+      }
+      if (m.offset_kind == Offsets::kHeld) {
+        const Vec offset = load_numbers(m.offsets, m.half_offsets, numbers);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++)
+          totals[r][p] = fma(offset, broadcast(groups[r * m.groups + g].scaled_sum), totals[r][p]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int p = 0; p < kPanels; p++) {
+      const int64_t output = (panel + p) * kPanel, left = m.out - output;
+      Vec total = totals[r][p];
+      if (t.bias != nullptr) total = HR_ISA::add(total, load_outputs(t.bias + output, left));
+      store_outputs(t.y + (row + r) * t.y_stride + output, total, left);
+    }
+}
+
+template <class Dot, int kRows>
+static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t end) {
+  constexpr int kPanels = int_panels(kRows);
+  if (panel + kPanels <= end)
+    int_tile<Dot, kRows, kPanels>(t, row, panel);
+  else
+    int_tile<Dot, kRows, 1>(t, row, panel);
+}
+
+// Rows first_row .. with panels first .. end - 1.
+template <class Dot>
+static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, int64_t first, int64_t end) {
+  const Heights heights = tile_heights(rows, Dot::kMaxRows);
+  for (int64_t panel = first; panel < end; panel += int_panels(1))
+    for (int64_t i = 0, row = first_row; i < heights.tiles; i++) {
+      const int64_t height = heights.least + (i < heights.taller);
+      switch (height) {
+        case 1: int_rows<Dot, 1>(t, row, panel, end); break;
+        case 2: int_rows<Dot, 2>(t, row, panel, end); break;
+        case 3: int_rows<Dot, 3>(t, row, panel, end); break;
+        case 4: int_rows<Dot, 4>(t, row, panel, end); break;
+#if defined(__AVX2__)
+        case 5: int_rows<Dot, 5>(t, row, panel, end); break;
+        case 6: int_rows<Dot, 6>(t, row, panel, end); break;
+#endif
+#if defined(__AVX512F__)
+        case 7: int_rows<Dot, 7>(t, row, panel, end); break;
+        case 8: int_rows<Dot, 8>(t, row, panel, end); break;
+#endif
+      }
+      row += height;
+    }
+}
+
+}  // namespace HR_ISA
