@@ -83,7 +83,6 @@ _DP = "Data-parallel replicas"
 _LORA = "LoRA adapters"
 _SPEC = "Speculative decoding"
 _POOL = "Embeddings, pooling and scoring"
-_TOOLS = "Tool calling"
 _KV_HOST = "KV cache offloading to host memory"
 
 COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
@@ -226,14 +225,17 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("disable-sliding-window", "switch", CAPTURE, "every layer already attends to the whole context"),
     _refused("additional-config", "json", CAPTURE, "Options of other servers' platform plugins"),
     # Tools, reasoning and structured output
-    _refused("enable-auto-tool-choice", "switch", TOOLS, _TOOLS, "leave it out"),
-    _refused("tool-call-parser", "text", TOOLS, _TOOLS, "leave it out"),
-    _refused("tool-parser-plugin", "text", TOOLS, _TOOLS, harmless=("",)),
-    _refused("tool-server", "text", TOOLS, _TOOLS),
-    _refused("expand-tools-even-if-tool-choice-none", "switch", TOOLS, _TOOLS),
-    _refused("exclude-tools-when-tool-choice-none", "switch", TOOLS, _TOOLS),
-    _refused("reasoning-parser", "text", TOOLS, "Reasoning parsing", "leave it out", harmless=("",)),
-    _refused("enable-reasoning", "switch", TOOLS, "Reasoning parsing", "leave it out"),
+    _mapped("enable-auto-tool-choice", "switch", TOOLS, "the model may always choose to call the tools of a request"),
+    _refused("tool-parser-plugin", "text", TOOLS, "Parsers for tool calls as plugins", harmless=("",)),
+    _refused("tool-server", "text", TOOLS, "Tools that the server itself runs"),
+    _refused("expand-tools-even-if-tool-choice-none", "switch", TOOLS, "Showing tools that may not be called"),
+    _mapped(
+        "exclude-tools-when-tool-choice-none",
+        "switch",
+        TOOLS,
+        "with `tool_choice` none the model is never shown the tools",
+    ),
+    _mapped("enable-reasoning", "switch", TOOLS, "thinking is told apart wherever --reasoning-parser finds it"),
     _mapped("guided-decoding-backend", "text", TOOLS, _NO_GRAMMAR, harmless=("auto",)),
     _mapped("guided-decoding-disable-fallback", "switch", TOOLS, _NO_GRAMMAR),
     _mapped("guided-decoding-disable-any-whitespace", "switch", TOOLS, _NO_GRAMMAR),

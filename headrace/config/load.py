@@ -138,6 +138,8 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         served_model_names=_texts(given, "served-model-name") or (model,),
         model_path=model,
         chat_template=template,
+        tool_call_parser=str(value("tool-call-parser")),
+        reasoning_parser=str(value("reasoning-parser")),
         generation_config=generation,
         override_generation_config=cast("dict[str, object] | None", value("override-generation-config")) or {},
         uvicorn_log_level=str(value("uvicorn-log-level")),

@@ -56,6 +56,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """As the user wrote it; accepted as a model name too, as is its last component."""
     chat_template: str | None = None
     """The template's text."""
+    tool_call_parser: str = "auto"
+    """The name of a format in headrace/text/tool_formats.py; auto = what the chat template says."""
+    reasoning_parser: str = "auto"
+    """The name of a format in headrace/text/reasoning.py, or none; auto = what the chat template says."""
     generation_config: Literal["auto", "model", "none"] | str = "auto"
     override_generation_config: dict[str, object] = {}
     uvicorn_log_level: str = "info"

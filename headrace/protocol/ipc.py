@@ -40,6 +40,17 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """The request's field it came from, for error messages."""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """After `max_tokens` tokens of thinking `end_token_ids` come next, whatever the model would say.
+
+    Thinking begins behind `begin_token_ids` where the answer begins with them; where they are (), with the answer.
+    """
+
+    max_tokens: int
+    end_token_ids: tuple[int, ...]
+    begin_token_ids: tuple[int, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How the tokens of one request are chosen. Every default is "has no effect".
 
@@ -78,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()
     repetition_detection: RepetitionDetection | None = None
     grammar: GrammarSpec | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
@@ -196,10 +208,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
     @property
-    def kv_cache_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
+    kv_cache_tokens: int
+    """Tokens of requests of `max_model_len` that fit the KV cache together."""
     def max_concurrency(self) -> float:
         """Requests of `max_model_len` tokens that fit the KV cache at once."""
         return self.kv_cache_tokens / self.max_model_len

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from headrace.protocol import errors
-from headrace.protocol.answers import AnswerHead, Delta, Usage
+from headrace.protocol.answers import AnswerHead, AnswerPart, Content, Delta, Reasoning, ToolCall, Usage
 from headrace.protocol.ipc import TokenLogprobs
 from headrace.protocol.logprobs import PromptScores, chat_logprobs
+from headrace.protocol.tools import plain_calls
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEMPLATE_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -30,8 +31,18 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    """False leaves the thinking in the content, marks and all."""
+    thinking_token_budget: int | None = None
+    """Thinking longer than so many tokens is closed."""
     chat_template_kwargs: dict[str, object] | None = None
-    """Variables for the model's chat template, such as `enable_thinking`."""
+    """Variables for the model's chat template."""
     documents: list[dict[str, object]] | None = None
     """For templates that quote them, as those of RAG models do."""
     chat_template: str | None = None
@@ -84,9 +95,9 @@ def _plain_message(message: dict[str, object], path: str, knows_developer: bool)
     role = message.get("role")
     if not isinstance(role, str):
         raise errors.missing_field(f"{path}.role", f"each message needs one of the roles {', '.join(ROLES)}.")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        at = f"{path}.role" if role in ("tool", "function") else f"{path}.tool_calls"
-        raise errors.unsupported_field(at, "Tool calling is a feature to come.")
+    if role == "function" or message.get("function_call"):
+        at = f"{path}.role" if role == "function" else f"{path}.function_call"
+        raise errors.unsupported_field(at, "Send `tool_calls`, and results as messages with the role `tool`.")
     if role not in ROLES:
         guess = errors.nearest(role, ROLES)
         hint = f" Did you mean `{guess}`?" if guess else ""
@@ -94,7 +105,18 @@ def _plain_message(message: dict[str, object], path: str, knows_developer: bool)
         raise errors.invalid_value(f"{path}.role", f"`{path}.role` is {errors.quoted(role)}; use {allowed}.{hint}")
     plain = {name: value for name, value in message.items() if value is not None}
     plain["role"] = "system" if role == "developer" and not knows_developer else role
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise errors.missing_field(f"{path}.tool_call_id", "a tool's result names the call that it answers.")
     plain["content"] = _text(message.get("content"), f"{path}.content", role)
+    if role == "assistant":
+        if message.get("tool_calls"):
+            plain["tool_calls"] = plain_calls(message["tool_calls"], f"{path}.tool_calls")
+            plain["content"] = plain["content"] or None
+        else:
+            plain.pop("tool_calls", None)
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(thought, str):
+            plain["reasoning_content"] = plain["reasoning"] = thought
     return plain
 
 
@@ -153,13 +175,19 @@ class ChatAnswer:
         return [chunk]
 
     def chunks(self, delta: Delta) -> list[dict[str, object]]:
+        told = [] if delta.parts is None else [told for part in delta.parts for told in _told(part)]
+        if delta.parts is None and (delta.text or delta.token_ids):
+            told = [{"content": delta.text}]
+        elif not told and delta.token_ids and (self._with_logprobs or self._with_token_ids):
+            told = [{"content": ""}]
         chunks = []
-        if delta.text or delta.token_ids:
-            choice: dict[str, object] = {"index": delta.index, "delta": {"content": delta.text}}
-            choice["logprobs"] = chat_logprobs(delta.tokens or ()) if self._with_logprobs else None
+        for place, one in enumerate(told):
+            choice: dict[str, object] = {"index": delta.index, "delta": one}
+            tokens = delta.tokens if place == 0 else ()
+            choice["logprobs"] = chat_logprobs(tokens or ()) if self._with_logprobs else None
             choice["finish_reason"] = None
             if self._with_token_ids:
-                choice["token_ids"] = delta.token_ids
+                choice["token_ids"] = delta.token_ids if place == 0 else []
             chunks.append(self._chunk([choice]))
         if delta.finish_reason is not None:
             choice = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
@@ -184,7 +212,7 @@ class ChatAnswer:
     def _choice(self, choice: Delta) -> dict[str, object]:
         wire: dict[str, object] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(choice),
             "logprobs": chat_logprobs(choice.tokens or ()) if self._with_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -207,3 +235,35 @@ class ChatAnswer:
             "model": head.model,
             "system_fingerprint": head.system_fingerprint,
         }
+
+
+def _told(part: AnswerPart) -> list[dict[str, object]]:
+    """A part of a choice as the deltas of its chunks."""
+    match part:
+        case Content():
+            return [{"content": part.text}]
+        case Reasoning():
+            return [{"reasoning": part.text, "reasoning_content": part.text}]
+        case ToolCall():
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            arguments = {"index": part.index, "function": {"arguments": part.arguments}}
+            return [{"tool_calls": [call]}, {"tool_calls": [arguments]}]
+
+
+def _message(choice: Delta) -> dict[str, object]:
+    if choice.parts is None:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+    content = "".join(part.text for part in choice.parts if isinstance(part, Content))
+    thought = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+    calls = [part for part in choice.parts if isinstance(part, ToolCall)]
+    message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+    if thought:
+        message |= {"reasoning": thought, "reasoning_content": thought}
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.protocol import errors
-from headrace.protocol.ipc import GrammarSpec, SamplingParams
+from headrace.protocol.ipc import GrammarSpec, SamplingParams, ThinkingBudget
 from headrace.protocol.token_limits import (
     RepetitionFields,
     TruncationSide,
@@ -121,6 +121,8 @@ class TextRules:
     spaces_between_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings are not looked for before this many tokens."""
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are text all the same: the marks that somebody reads an answer by."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def sampling_params(
     echo_logprobs: int | None = None,
     bad_words: WordTokens = (),
     grammar: GrammarSpec | None = None,
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """The engine's parameters. Raises ApiError (400) with the value and what is allowed.
 
@@ -257,6 +260,7 @@ def sampling_params(
         bad_words=bad_words,
         repetition_detection=repetition_detection(fields.repetition_detection),
         grammar=grammar,
+        thinking=thinking,
     )
 
 

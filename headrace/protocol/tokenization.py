@@ -17,6 +17,7 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[dict[str, object]] | None = None
     return_token_strs: bool | None = None
 
 

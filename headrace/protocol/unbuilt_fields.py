@@ -46,17 +46,18 @@ _PLAIN = Unbuilt()
 _STRUCTURED = Unbuilt(advice="Structured output is a feature to come.")
 _SCHEMA = Unbuilt(_only(), _STRUCTURED.advice)
 """The schema {} allows every JSON value, and asks for JSON."""
-_TOOLS = Unbuilt(advice="Tool calling is a feature to come.")
+_CHAT_ONLY = "It works on /v1/chat/completions."
+_FUNCTIONS = "Send `tools` and `tool_choice`, which took its place."
 _ZERO = Unbuilt(_one_of(0))
 _WITHOUT_EFFECT_ALONE = Unbuilt(_anything)
 """Only tunes another field of this table, which is refused itself."""
 
 UNBUILT: Mapping[str, Unbuilt] = {
     # Tools and structured output.
-    "tools": _TOOLS,
-    "functions": _TOOLS,
-    "tool_choice": Unbuilt(_one_of("none", "auto"), _TOOLS.advice),
-    "function_call": Unbuilt(_one_of("none", "auto"), _TOOLS.advice),
+    "functions": Unbuilt(advice=_FUNCTIONS),
+    "function_call": Unbuilt(_one_of("none", "auto"), _FUNCTIONS),
+    "tools": Unbuilt(advice=_CHAT_ONLY),
+    "tool_choice": Unbuilt(_one_of("none", "auto"), _CHAT_ONLY),
     "parallel_tool_calls": _WITHOUT_EFFECT_ALONE,
     "response_format": Unbuilt(_one_of({"type": "text"}), _STRUCTURED.advice),
     "structured_outputs": _STRUCTURED,
@@ -75,7 +76,7 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "use_beam_search": Unbuilt(advice="Draw several answers with `n` or `best_of` and a `temperature`, or take 0."),
     "length_penalty": Unbuilt(_one_of(1), "It belongs to beam search."),
     "early_stopping": Unbuilt(advice="It belongs to beam search."),
-    "thinking_token_budget": _PLAIN,
+    "thinking_token_budget": Unbuilt(advice=_CHAT_ONLY),
     "watermarking": _PLAIN,
     "logits_processors": _PLAIN,
     "custom_logit_processor": _PLAIN,
@@ -97,8 +98,8 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "echo": Unbuilt(advice="It works on /v1/completions."),
     "mm_processor_kwargs": _PLAIN,
     "media_io_kwargs": _PLAIN,
-    "reasoning_effort": Unbuilt(_one_of("none"), "This model's answers have no separate reasoning."),
-    "include_reasoning": Unbuilt(_only(True)),
+    "reasoning_effort": Unbuilt(_one_of("none"), _CHAT_ONLY),
+    "include_reasoning": Unbuilt(_only(True), _CHAT_ONLY),
     "separate_reasoning": _WITHOUT_EFFECT_ALONE,
     "stream_reasoning": _WITHOUT_EFFECT_ALONE,
     "prompt_embeds": _PLAIN,

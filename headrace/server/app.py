@@ -40,7 +40,9 @@ def create_app(
     generation_config: Mapping[str, object],
     metrics: EngineMetrics,
 ) -> App:
-    """The application over `client`. `generation_config` is the model's own, {} where it has none.
+    tool_template: ChatTemplate | None = None,
+    """The application over `client`. `generation_config` is the model's own, {} where it has none; `tool_template` the
+    chat template that the model has for requests with tools, where that is another one.
 
     Raises ConfigError for generation defaults that cannot work.
     """
@@ -51,7 +53,13 @@ def create_app(
         logger.info("Sampling defaults for fields a request leaves out: %s", json.dumps(defaults))
     if chat_template is None:
         logger.warning("The model has no chat template: /v1/chat/completions answers 400. Use --chat-template FILE.")
-    return App(Serving(server_settings, engine_settings, client, tokenizer, chat_template, defaults, metrics))
+    serving = Serving(
+        server_settings, engine_settings, client, tokenizer, chat_template, tool_template, defaults, metrics
+    )
+    if serving.chat is not None:
+        for line in serving.chat.warnings():
+            logger.warning("%s", line)
+    return App(serving)
 
 
 class App:

@@ -70,10 +70,11 @@ class Exchange:
 
     def warn_ignored(self, names: Sequence[str]) -> None:
         """Tell the client which fields of its body had no effect, if there are any; a header has room for some."""
-        if not names:
-            return
-        printable = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name)[:64] for name in names[:MAX_NAMES])
-        self.answer_headers["x-headrace-ignored"] = ",".join(printable)
+        told = self.answer_headers.get("x-headrace-ignored", "")
+        listed = dict.fromkeys(told.split(",") if told else ())
+        listed |= dict.fromkeys(re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name)[:64] for name in names)
+        if listed:
+            self.answer_headers["x-headrace-ignored"] = ",".join(list(listed)[:MAX_NAMES])
 
     async def body(self, limit_bytes: int) -> bytes:
         """The whole body. Raises ApiError 413 or 408, ClientGone."""

@@ -5,6 +5,7 @@ Read from the model's files as the flags change them, by the server and by `--dr
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from headrace.text.tokenizer import Tokenizer
 class ModelText:
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    tool_template: ChatTemplate | None = None
+    """For requests with tools, where the model has one of its own for them."""
     problem: str | None = None
     """Why the model's own template is left out."""
 
@@ -37,5 +40,10 @@ def model_text(engine: EngineSettings, server: ServerSettings, files: ModelFiles
         if server.chat_template is not None:
             raise ConfigError(f"--chat-template: {error}.") from error
         problem = f"The model's own template is left out: {error}. Give one with --chat-template."
-        return ModelText(tokenizer, None, problem)
-    return ModelText(tokenizer, template)
+        return ModelText(tokenizer, None, problem=problem)
+    for_tools = files.chat_templates.get("tool_use") if server.chat_template is None else None
+    tool_template = None
+    if for_tools is not None:
+        with contextlib.suppress(ValueError):  # The other template does without.
+            tool_template = ChatTemplate(for_tools, tokenizer.special_tokens)
+    return ModelText(tokenizer, template, tool_template)

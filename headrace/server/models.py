@@ -21,7 +21,7 @@ def _card(serving: Serving, name: str) -> dict[str, object]:
     max_model_len = info.max_model_len if info is not None else None
     metadata = {
         "default_sampling": serving.sampling_defaults,
-        "chat_template": serving.chat_template is not None,
+        "chat_template": serving.chat is not None,
         "dtype": info.dtype if info is not None else None,
         "max_model_len": max_model_len,
         "step_time_target_s": info.step_time_target_s if info is not None else None,

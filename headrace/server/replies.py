@@ -44,10 +44,12 @@ class Tally:
         self._prompt_tokens = sum(prompt_tokens)
         self._cached = [0] * len(prompt_tokens)
         self._completion_tokens = 0
+        self._reasoning_tokens = 0
         self._n = n
 
     def add(self, delta: Delta) -> None:
         self._completion_tokens += len(delta.token_ids)
+        self._reasoning_tokens += delta.reasoning_tokens
         prompt = delta.index // self._n
         self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
 
@@ -57,7 +59,7 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._completion_tokens, sum(self._cached))
+        return Usage(self._prompt_tokens, self._completion_tokens, sum(self._cached), self._reasoning_tokens)
 
 
 def stream_options(fields: SamplingFields, force_usage: bool) -> StreamOptions:

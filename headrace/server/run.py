@@ -179,6 +179,7 @@ def build_app(
         text.template,
         generation_config=files.generation_config,
         metrics=metrics,
+        tool_template=text.tool_template,
     )
 
 

@@ -25,6 +25,7 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import EngineInfo
 from headrace.protocol.sampling import ModelLimits, SamplingFields
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
+from headrace.server.chat_format import ChatFormat
 from headrace.server.generation import Engine
 from headrace.server.metrics import EngineMetrics
 from headrace.text.bad_words import bad_word_tokens
@@ -97,13 +98,15 @@ class Serving:
         self.settings = server_settings
         self.client = client
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
+        self.chat = None if chat_template is None else self._format(chat_template, tool_template)
+        """How the model's conversations are written and read; None where it has no chat template."""
         self.sampling_defaults = sampling_defaults
         self.metrics = metrics
         self.names = ModelNames(server_settings.served_model_names, server_settings.model_path, engine_settings.model)
         self.started_at = int(time.time())
         self.num_generating = 0
         """Requests for text that are being answered now."""
+        tool_template: ChatTemplate | None,
         self._compiled = lru_cache(maxsize=NUM_TEMPLATES)(lambda source: ChatTemplate(source, tokenizer.special_tokens))
         self._policy = engine_settings.scheduling_policy
         # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
@@ -158,12 +161,16 @@ class Serving:
             return work()
         return await asyncio.to_thread(work)
 
-    def template(self, own: str | None) -> ChatTemplate:
-        """The model's chat template, or a request's own. Raises ApiError (400)."""
+    def _format(self, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> ChatFormat:
+        return ChatFormat.of(template, tool_template, self.settings, self.tokenizer)
+
+    def chat_format(self, own_template: str | None) -> ChatFormat:
+        """The model's, or that of a request's own chat template. Raises ApiError (400)."""
+        own = own_template
         if own is None:
-            if self.chat_template is None:
+            if self.chat is None:
                 raise errors.no_chat_template()
-            return self.chat_template
+            return self.chat
         if not self.settings.trust_request_chat_template:
             raise errors.invalid_value(
                 "chat_template",
@@ -174,7 +181,7 @@ class Serving:
             message = f"`chat_template` has {len(own)} characters; at most {MAX_TEMPLATE_CHARS} are allowed."
             raise errors.invalid_value("chat_template", message)
         try:
-            return self._compiled(own)
+            return self._format(self._compiled(own))
         except ValueError as error:
             raise errors.chat_template_failed(str(error)) from None
 

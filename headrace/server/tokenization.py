@@ -11,6 +11,7 @@ from headrace.protocol.json import Body
 from headrace.protocol.openai_chat import template_variables
 from headrace.protocol.token_limits import check_token_ids
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields, detokenized, tokenized
+from headrace.protocol.tools import tool_request
 from headrace.server.chat import prompt_of
 from headrace.server.http import Exchange
 from headrace.server.serving import Serving
@@ -25,14 +26,17 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
     if (fields.prompt is None) == (fields.messages is None):
         raise errors.missing_field("prompt", "send either `prompt` (a text) or `messages`, and not both.")
     if fields.messages is not None:
-        token_ids = await prompt_of(
+        prompt = await prompt_of(
             serving,
+            serving.chat_format(None),
             fields.messages,
+            tools=tool_request(fields.tools, None, None),
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             add_special_tokens=fields.add_special_tokens,
             variables=template_variables(fields.chat_template_kwargs),
         )
+        token_ids = prompt.token_ids
     else:
         token_ids = await serving.encode(fields.prompt or "", fields.add_special_tokens is not False)
     names: list[str] | None = None

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,9 +51,12 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self.source = source
+        self.variables: frozenset[str]
+        """What the template wants to be given."""
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template does not parse: {error.message} (line {error.lineno})") from error
         except (RecursionError, jinja2.TemplateError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.protocol.answers import Delta
+from headrace.protocol.answers import AnswerPart, Content, Delta, Reasoning
 from headrace.protocol.ipc import SamplingParams, SequenceOutput, TokenLogprobs
 from headrace.protocol.logprobs import ScoredToken, TokenScore
 from headrace.protocol.sampling import TextRules
@@ -34,7 +34,24 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cached_tokens=max(delta.cached_tokens for delta in deltas),
+        parts=_joined_parts(deltas),
+        reasoning_tokens=sum(delta.reasoning_tokens for delta in deltas),
     )
+
+
+def _joined_parts(deltas: Sequence[Delta]) -> tuple[AnswerPart, ...] | None:
+    if all(delta.parts is None for delta in deltas):
+        return None
+    parts: list[AnswerPart] = []
+    for part in (part for delta in deltas for part in delta.parts or ()):
+        last = parts[-1] if parts else None
+        if isinstance(last, Content) and isinstance(part, Content):
+            parts[-1] = Content(last.text + part.text)
+        elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
+            parts[-1] = Reasoning(last.text + part.text)
+        else:
+            parts.append(part)
+    return tuple(parts)
 
 
 class Choice:
@@ -59,7 +76,9 @@ class Choice:
         self._rules = rules
         self._stop_token_ids = stop_token_ids
         self._ids_as_tokens = ids_as_tokens
-        self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens, rules.spaces_between_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, rules.skip_special_tokens, rules.spaces_between_special_tokens, rules.kept_token_ids
+        )
         self._stops = StopChecker(rules.stop, rules.include_stop) if rules.stop else None
         self._num_tokens = 0
         self._num_chars = 0

@@ -11,7 +11,7 @@ token "▁Hello" is " Hello", where Tokenizer.decode, which takes whole texts, l
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from headrace.text.tokenizer import Tokenizer
 
@@ -22,19 +22,27 @@ class Detokenizer:
     """The text of one sequence. For any way to cut the tokens into calls, the pieces join to the same text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        kept_token_ids: Collection[int] = (),
     ) -> None:
-        """`spaces_between_special_tokens` changes nothing for the byte-exact vocabularies known here: their
-        tokens carry their own spaces, so none is put between them with either value."""
+        """`kept_token_ids` are text even if they are special and those are skipped.
+
+        `spaces_between_special_tokens` changes nothing for the byte-exact vocabularies known here: their tokens carry
+        their own spaces, so none is put between them with either value.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept = frozenset(kept_token_ids)
         self._decoder = _utf8_decoder(errors="replace")
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The characters that these tokens complete."""
-        tokenizer = self._tokenizer
+        tokenizer, kept = self._tokenizer, self._kept
         if self._skip_special_tokens:
-            raw = b"".join(tokenizer.token_bytes(t) for t in token_ids if not tokenizer.is_special(t))
+            raw = b"".join(tokenizer.token_bytes(t) for t in token_ids if t in kept or not tokenizer.is_special(t))
         else:
             raw = b"".join(map(tokenizer.token_bytes, token_ids))
         return self._decoder.decode(raw)

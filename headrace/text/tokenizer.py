@@ -171,6 +171,11 @@ class Tokenizer:
         """The id of a token by its own spelling ("<|im_end|>", "Ġthe"), None if there is none."""
         return self._id_of(token)
 
+    def added_token_id(self, token: str) -> int | None:
+        """The id of a token that was added to the vocabulary as a whole, such as a mark; None for any other text."""
+        token_id = self._id_of(token)
+        return token_id if token_id in self._added else None
+
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 

@@ -273,7 +273,9 @@ async def test_a_wrong_content_type_is_tolerated() -> None:
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([*QUESTION, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[1].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "function", "content": "x", "name": "f"}], "messages[0].role"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0]"),
         ("hello", "messages"),
         (..., "messages"),
     ],
@@ -287,7 +289,7 @@ async def test_messages_that_cannot_be_used_are_refused_by_place(messages: objec
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_schema"}),
         ("guided_json", {"type": "object"}),
         ("best_of", 0),
