@@ -144,6 +144,10 @@ class Kernels(Protocol):
         """A matrix for `embedding`."""
         ...
 
+    def prepare_tied(self, table: Handle) -> Handle:
+        """The matrix of an embedding as one for `linear`, held once where the implementation can."""
+        ...
+
     def prepare_experts(self, weights: Iterable[Weight]) -> Handle:
         """One matrix of each expert, all of one shape, for `experts`; each is taken when the one before is done."""
         ...

@@ -79,8 +79,11 @@ def joined(
     for layer in range(config.num_layers):
         blocks.append(block(layer, f"model.layers.{layer}"))
         progress(checkpoint.read_bytes, checkpoint.total_bytes)
-    output = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    decoder = Decoder(embedding, tuple(blocks), norm, Linear.load(checkpoint, kernels, [output]))
+    if config.tie_word_embeddings:
+        output = Linear(kernels.prepare_tied(embedding.table))
+    else:
+        output = Linear.load(checkpoint, kernels, ["lm_head"])
+    decoder = Decoder(embedding, tuple(blocks), norm, output)
     # Files may hold tensors that no model reads, so the last word is the total.
     progress(checkpoint.total_bytes, checkpoint.total_bytes)
     return decoder

@@ -199,7 +199,12 @@ class NativeKernels:
     def capture(self, forward: Callable[[BatchHandle], Symbol]) -> Callable[[Batch], Float32]:
         """`forward` runs once, now, without a batch."""
         program = self._record(lambda inputs: forward(THE_BATCH), ())
-        return lambda batch: program(batch, self._kv_cache().pointer)
+
+        def step(batch: Batch, owner: object = forward) -> Float32:
+            # `owner` holds the weights, of which the program knows the addresses only.
+            return program(batch, self._kv_cache().pointer)
+
+        return step
 
     def evaluate(
         self, forward: Callable[..., Symbol], inputs: Sequence[Float32] = (), batch: Batch | None = None

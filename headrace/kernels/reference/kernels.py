@@ -99,6 +99,13 @@ class ReferenceKernels:
         self.weight_bytes += weight.num_bytes
         return EmbeddingTable(weight, None)
 
+    def prepare_tied(self, table: EmbeddingTable) -> Matrix:
+        if table.weight is not None:
+            return self.prepare_weight(table.weight)
+        assert table.dense is not None
+        dense = table.dense.float().cpu().numpy()
+        return self.prepare_weight(Weight((dense.shape[0], dense.shape[1]), dense))
+
     def prepare_experts(self, weights: Iterable[Weight]) -> tuple[Matrix, ...]:
         return tuple(self.prepare_weight(weight) for weight in weights)
 
