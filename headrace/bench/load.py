@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -87,8 +87,10 @@ def random_requests(
     return [Request(" ".join(rng.choices(WORDS, k=vary(input_len))), vary(output_len)) for _ in range(num_requests)]
 
 
-async def send(session: aiohttp.ClientSession, target: Target, request: Request) -> Outcome:
-    """One streamed completion; a failure of any kind is an Outcome with `error`."""
+async def send(
+    session: aiohttp.ClientSession, target: Target, request: Request, arrived: Callable[[float], object] | None = None
+) -> Outcome:
+    """One streamed completion; a failure of any kind is an Outcome with `error`. `arrived` hears each token's time."""
     body = {
         "model": target.model,
         "prompt": request.prompt,
@@ -123,6 +125,8 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request)
                 usage = chunk.usage or usage
                 if chunk.choices and (chunk.choices[0].text or chunk.choices[0].finish_reason is None):
                     token_s.append(time.perf_counter())
+                    if arrived is not None:
+                        arrived(token_s[-1])
     except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     if error is None and not (ended and usage):

@@ -1,0 +1,190 @@
+"""`python -m headrace.bench.compare`: Headrace beside its peers under the same loads, interleaved.
+
+    python -m headrace.bench.compare --models models/ --workloads W1,W2 --rounds 3 --json now.json
+    python -m headrace.bench.compare --base before.json --json now.json
+
+Every server is up and idle while another is measured; each round goes through all of them, so that what else the
+machine does hits everybody. Figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.bench.contestants import Contestant, Running, contestants, running
+from headrace.bench.load import Target
+from headrace.bench.workloads import HEADLINE, WORKLOADS, Figures, run_workload
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace.bench.compare", description="Compare servers under the same loads.")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="folder with hf/ and *.gguf (%(default)s)")
+    parser.add_argument("--workloads", default="W1,W2,W3,W4", help="which loads, with commas (%(default)s)")
+    parser.add_argument("--only", default="", help="servers whose name has one of these words, with commas")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each load runs on each server (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of every server (%(default)s)")
+    parser.add_argument("--vllm", help="the program vllm, when it is not on PATH")
+    parser.add_argument("--llama-cpp", help="folder of llama-server and llama-bench, when they are not on PATH")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--base", type=Path, help="an earlier --json file: show what changed since")
+    return parser
+
+
+def measure(
+    chosen: Sequence[Contestant], workloads: Sequence[str], rounds: int, console: Console
+) -> list[dict[str, Any]]:
+    """One entry for each server, load and round, and one for each server's start and memory."""
+    entries: list[dict[str, Any]] = []
+
+    def note(contestant: Contestant, load: str, number: int, figures: Figures) -> None:
+        entries.append(
+            {"server": contestant.name, "scheme": contestant.scheme, "load": load, "round": number, "figures": figures}
+        )
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        console.print(f"{contestant.name:<16} {load} round {number + 1}: {shown}", highlight=False)
+
+    with contextlib.ExitStack() as stack:
+        up: list[tuple[Contestant, Running]] = []
+        for contestant in chosen:
+            try:
+                server = stack.enter_context(running(contestant))
+            except RuntimeError as error:
+                console.print(str(error), style="red", highlight=False, markup=False)
+                continue
+            note(contestant, "start", 0, {"start s": server.start_s, "idle PSS MiB": server.pss_bytes() / (1 << 20)})
+            up.append((contestant, server))
+            run_workload("W1", Target(server.url, contestant.model), seed=1)  # whatever is done once is done now
+        for number in range(rounds):
+            for contestant, _ in up:
+                if contestant.bench:
+                    note(contestant, "bench", number, {"decode tok/s a stream": bench_rate(contestant.bench)})
+            for load in workloads:
+                for contestant, server in up:
+                    figures = run_workload(load, Target(server.url, contestant.model), seed=1000 * number + 7)
+                    note(contestant, load, number, {**figures, "PSS MiB": server.pss_bytes() / (1 << 20)})
+    return entries
+
+
+def bench_rate(command: Sequence[str]) -> float:
+    """Tokens a second of llama-bench's generation test; nan when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return float(json.loads(done.stdout)[0]["avg_ts"])
+    except (ValueError, LookupError, TypeError):
+        return math.nan
+
+
+def medians(entries: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], Figures]:
+    """(scheme, server, load) to the figures' medians."""
+    gathered: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for entry in entries:
+        place = gathered.setdefault((entry["scheme"], entry["server"], entry["load"]), {})
+        for name, value in entry["figures"].items():
+            place.setdefault(name, []).append(value)
+    return {key: {name: statistics.median(v) for name, v in figures.items()} for key, figures in gathered.items()}
+
+
+def tables(entries: Sequence[dict[str, Any]]) -> list[Table]:
+    """One table a load and scheme; `ours` is how many times better Headrace's best of the scheme is in the headline."""
+    found = medians(entries)
+    result = []
+    for load in dict.fromkeys(load for _, _, load in found):
+        for scheme in dict.fromkeys(scheme for scheme, _, at in found if at == load):
+            rows = {server: figures for (s, server, at), figures in found.items() if (s, at) == (scheme, load)}
+            columns = list(dict.fromkeys(name for figures in rows.values() for name in figures))
+            table = Table(title=f"{load}, {scheme}", title_justify="left")
+            table.add_column("server")
+            for column in columns:
+                table.add_column(column, justify="right")
+            headline = HEADLINE.get(load, columns[0])
+            table.add_column(f"Headrace is better by ({headline})", justify="right")
+            ours = _best((f.get(headline, math.nan) for n, f in rows.items() if n.startswith("headrace")), headline)
+            for server, figures in rows.items():
+                value = figures.get(headline, math.nan)
+                ratio = value / ours if _lower_is_better(headline) else ours / value
+                shown = "" if server.startswith("headrace") or math.isnan(ratio) else f"{ratio:.2f} x"
+                table.add_row(server, *(f"{figures.get(column, math.nan):.4g}" for column in columns), shown)
+            result.append(table)
+    return result
+
+
+def changes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> Table:
+    """What Headrace's figures were in an earlier run and are in this one."""
+    old, new = medians(before), medians(now)
+    table = Table(title="Since the base", title_justify="left")
+    for column in ("server", "load", "figure", "before", "now", "now / before"):
+        table.add_column(column, justify="left" if column in ("server", "load", "figure") else "right")
+    for key in new:
+        for name, value in new[key].items():
+            earlier = old.get(key, {}).get(name)
+            if key[1].startswith("headrace") and earlier is not None and name != "errors":
+                ratio = f"{value / earlier:.2f}" if earlier else ""
+                table.add_row(key[1], key[2], name, f"{earlier:.4g}", f"{value:.4g}", ratio)
+    return table
+
+
+def machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return {"cpu": name, "system": platform.platform(), "python": platform.python_version()}
+
+
+def _best(values: Iterable[float], figure: str) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return math.nan
+    return min(known) if _lower_is_better(figure) else max(known)
+
+
+def _lower_is_better(figure: str) -> bool:
+    return figure.endswith((" ms", " s", " MiB"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    console = Console(width=200 if not sys.stdout.isatty() else None)
+    workloads = [load for load in args.workloads.split(",") if load]
+    unknown = [load for load in workloads if load not in WORKLOADS]
+    if unknown:
+        parser().error(f"unknown load {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    found, missing = contestants(args.models, args.threads, args.vllm, args.llama_cpp)
+    words = [word for word in args.only.split(",") if word]
+    chosen = [c for c in found if not words or any(word in c.name for word in words)]
+    for line in missing:
+        console.print(f"left out: {line}", highlight=False)
+    if not chosen:
+        console.print("nothing to compare", style="red")
+        return 1
+    entries = measure(chosen, workloads, args.rounds, console)
+    for table in tables(entries):
+        console.print(table)
+    if args.base is not None:
+        console.print(changes(json.loads(args.base.read_text())["entries"], entries))
+    if args.json is not None:
+        commands = {c.name: " ".join(c.command) for c in chosen}
+        written = {"date": datetime.date.today().isoformat(), "machine": machine(), "commands": commands}
+        args.json.write_text(json.dumps({**written, "entries": entries}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

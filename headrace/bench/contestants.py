@@ -1,0 +1,156 @@
+"""The servers that are compared: Headrace in its forms and whichever peers are on this machine, each by its command.
+
+Model files lie in one folder: `hf/` (a Hugging Face checkpoint in bfloat16) and `bf16.gguf`, `q8_0.gguf`,
+`q4_0.gguf`, `q4_1.gguf` of the same model; what is missing is left out of the comparison, and said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+MEMORY_LIMIT_BYTES = 16 << 30
+"""Of a server's data: what runs away ends itself before it ends the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`command` holds {port}; `scheme` is bf16, int8 or 4-bit: only those of one scheme are set against each other."""
+
+    name: str
+    scheme: str
+    command: tuple[str, ...]
+    model: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    bench: tuple[str, ...] = ()
+    """Prints the decode rate without a server, as JSON: llama-bench."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    url: str
+    process: psutil.Process
+    start_s: float
+    """From the command to the first 200 of /health."""
+
+    def pss_bytes(self) -> int:
+        """Of the server's processes together, shared memory counted once."""
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            for process in (self.process, *self.process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+        return total
+
+
+def contestants(models: Path, threads: int, vllm: str | None, llama: str | None) -> tuple[list[Contestant], list[str]]:
+    """What can run here, and a line for each that cannot. `vllm`, `llama`: a program and a folder of programs, or None
+    for those on PATH."""
+    found: list[Contestant] = []
+    missing: list[str] = []
+    serve = (sys.executable, "-m", "headrace", "serve")
+    ours = ("--host", "127.0.0.1", "--port", "{port}", "--threads", str(threads), "--served-model-name", "m")
+
+    def add(contestant: Contestant, *needs: Path) -> None:
+        absent = [str(path) for path in needs if not path.exists()]
+        if absent:
+            missing.append(f"{contestant.name}: there is no {', '.join(absent)}")
+        else:
+            found.append(contestant)
+
+    hf = models / "hf"
+    add(Contestant("headrace bf16", "bf16", (*serve, str(hf), "--dtype", "bfloat16", *ours), "m"), hf)
+    add(Contestant("headrace int8", "int8", (*serve, str(hf), "--quantization", "int8", *ours), "m"), hf)
+    for file in ("q8_0", "q4_0", "q4_1"):
+        path = models / f"{file}.gguf"
+        scheme = "int8" if file == "q8_0" else "4-bit"
+        add(Contestant(f"headrace {file}", scheme, (*serve, str(path), *ours), "m"), path)
+    server = shutil.which("llama-server", path=llama)
+    bench = shutil.which("llama-bench", path=llama)
+    if server is None:
+        missing.append("llama.cpp: llama-server is not on PATH")
+    else:
+        for file in ("bf16", "q8_0", "q4_0", "q4_1"):
+            path = models / f"{file}.gguf"
+            command = (server, "-m", str(path), "--host", "127.0.0.1", "--port", "{port}", "-t", str(threads),
+                       "-np", "32", "-c", "262144", "--no-kv-unified", "--alias", "m")  # fmt: skip
+            rate = (bench, "-m", str(path), "-t", str(threads), "-p", "0", "-n", "128", "-r", "3", "-o", "json")
+            scheme = {"bf16": "bf16", "q8_0": "int8"}.get(file, "4-bit")
+            add(Contestant(f"llama.cpp {file}", scheme, command, "m", bench=rate if bench else ()), path)
+    program = shutil.which(vllm or "vllm")
+    if program is None:
+        missing.append("vLLM: vllm is not on PATH")
+    else:
+        command = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
+                   "--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        add(Contestant("vLLM bf16", "bf16", command, "m", environment), hf)
+    return found, missing
+
+
+@contextlib.contextmanager
+def running(contestant: Contestant) -> Iterator[Running]:
+    """The server, ready. Raises RuntimeError with the end of its output if it does not start."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [part.replace("{port}", str(port)) for part in contestant.command]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile("w+") as log:
+        started_s = time.perf_counter()
+        process = psutil.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            env={**os.environ, **contestant.environment},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)),
+        )  # fmt: skip
+        try:
+            while not _healthy(url):
+                if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
+                    log.seek(0)
+                    raise RuntimeError(f"{contestant.name} did not start: {' '.join(command)}\n{log.read()[-3000:]}")
+                time.sleep(0.02)
+            yield Running(url, process, time.perf_counter() - started_s)
+        finally:
+            _stop(process)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family: Sequence[psutil.Process] = [process, *process.children(recursive=True)]
+        process.terminate()
+        _, alive = psutil.wait_procs(family, STOP_TIMEOUT_S)
+        for survivor in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                survivor.kill()
