@@ -47,7 +47,7 @@ async def shared_prefix(target: Target, seed: int) -> Figures:
 
 
 async def long_prompt(target: Target, seed: int) -> Figures:
-    """The streams' worst gap while the long prompt is computed; its time to the first token, then and when it is alone."""
+    """The streams' worst gap while the long prompt is computed, and its time to first token then and alone."""
     rng = random.Random(seed)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
