@@ -208,8 +208,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
     @property
-    kv_cache_tokens: int
-    """Tokens of requests of `max_model_len` that fit the KV cache together."""
+    def kv_cache_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
     def max_concurrency(self) -> float:
         """Requests of `max_model_len` tokens that fit the KV cache at once."""
         return self.kv_cache_tokens / self.max_model_len

@@ -39,8 +39,8 @@ def create_app(
     *,
     generation_config: Mapping[str, object],
     metrics: EngineMetrics,
-) -> App:
     tool_template: ChatTemplate | None = None,
+) -> App:
     """The application over `client`. `generation_config` is the model's own, {} where it has none; `tool_template` the
     chat template that the model has for requests with tools, where that is another one.
 

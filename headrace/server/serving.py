@@ -92,6 +92,7 @@ class Serving:
         client: Client,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
         sampling_defaults: Mapping[str, float],
         metrics: EngineMetrics,
     ) -> None:
@@ -106,7 +107,6 @@ class Serving:
         self.started_at = int(time.time())
         self.num_generating = 0
         """Requests for text that are being answered now."""
-        tool_template: ChatTemplate | None,
         self._compiled = lru_cache(maxsize=NUM_TEMPLATES)(lambda source: ChatTemplate(source, tokenizer.special_tokens))
         self._policy = engine_settings.scheduling_policy
         # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
