@@ -15,7 +15,7 @@ import time
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.deadline import Deadline
-from headrace.gateway.delivery import Delivery, drain
+from headrace.gateway.delivery import Delivery
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.progress import Progress
 from headrace.gateway.request import Request, call_for
@@ -196,7 +196,7 @@ class Attempts:
         finally:
             if answer is not None:
                 if progress.watch is not None and progress.watch.ended and not self.exchange.client_left:
-                    state.spawn(drain(answer))
+                    answer.finish()
                 else:
                     answer.close()
 

@@ -45,8 +45,8 @@ async def count_tokens(
 async def _asked(state: GatewayState, request: Request, attempt: Attempt) -> bytes | None:
     """The upstream's answer, None where it gives none."""
     upstream = attempt.upstream
-    sent = headers.to_upstream(
-        request.sent_headers, upstream, request.request_id, dialect="anthropic", content_type="application/json"
+    sent = headers.forwarded(
+        request.sent_headers, request.request_id, dialect="anthropic", content_type=b"application/json"
     )
     assert request.fields is not None
     body = request.fields.changed({} if request.facts.model == attempt.model else {"model": attempt.model})

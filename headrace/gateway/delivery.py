@@ -6,8 +6,6 @@ After that the answer is committed: a failure is told inside the stream, and `de
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from typing import Any
 
@@ -42,8 +40,6 @@ from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.translate.translator import StreamTranslator
 
 MAX_HELD_BYTES = 256 * 1024
-DRAIN_S = 1.0
-"""How long the end of a finished stream is waited for, so that its connection can be used again."""
 
 RawHeaders = headers.RawHeaders
 
@@ -362,12 +358,3 @@ def _is_list(text: bytes) -> bool:
     except msgspec.MsgspecError:
         return False
     return True
-
-
-async def drain(answer: UpstreamAnswer) -> None:
-    """Read what is left of a finished answer, for a moment, so that its connection goes back to the pool."""
-    with contextlib.suppress(BrokenAnswer, TimeoutError):
-        async with asyncio.timeout(DRAIN_S):
-            while await answer.read():
-                pass
-    answer.close()

@@ -1,6 +1,6 @@
 """One HTTP exchange over bare ASGI: the request's head and body, the answer whole or streamed, the client's leaving.
 
-From `watch` on, a task waits for the client to leave; when it does, the task that answers is cancelled wherever it
+From `watch` on, the connection says when the client leaves: then the task that answers is cancelled wherever it
 waits, and `ClientGone` comes out of `leaving`. A stream that has been quiet gets keep-alive comments.
 """
 
@@ -16,6 +16,7 @@ from headrace.gateway import error_forms, headers
 from headrace.gateway.paths import ErrorForm
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
+from headrace.protocol.http_connection import CLIENT_LEFT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -62,7 +63,7 @@ class Exchange:
         self.client_left = False
         self._finished = False
         self._task: asyncio.Task[Any] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._when_left: Callable[[Callable[[], object]], None] = scope["extensions"][CLIENT_LEFT]
         self._beat: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._opening_headers: Callable[[], RawHeaders] = list
@@ -128,12 +129,7 @@ class Exchange:
     def watch(self) -> None:
         self._finished = False
         self._task = asyncio.current_task()
-        self._watching = self._loop.create_task(self._wait_for_disconnect())
-
-    async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.cut()
+        self._when_left(self.cut)
 
     def cut(self) -> None:
         """The client is gone: stop the work for it."""
@@ -143,9 +139,6 @@ class Exchange:
 
     def unwatch(self) -> None:
         self._finished = True
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
         if self._beat is not None:
             self._beat.cancel()
             self._beat = None

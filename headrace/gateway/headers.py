@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from headrace.gateway.snapshot import Upstream
@@ -19,7 +19,7 @@ TO_UPSTREAM = frozenset(
     b"accept openai-beta anthropic-version anthropic-beta idempotency-key traceparent tracestate "
     b"x-session-id x-claude-code-session-id x-stainless-helper-method".split()
 )
-ANTHROPIC_ONLY = frozenset({b"anthropic-version", b"anthropic-beta"})
+TO_OPENAI = TO_UPSTREAM - {b"anthropic-version", b"anthropic-beta"}
 TO_CLIENT = frozenset(
     b"content-type content-disposition openai-processing-ms openai-version retry-after retry-after-ms".split()
 )
@@ -37,7 +37,7 @@ EVENT_STREAM: RawHeaders = (
     (b"x-accel-buffering", b"no"),
 )
 
-ANTHROPIC_VERSION = "2023-06-01"
+ANTHROPIC_VERSION = b"2023-06-01"
 _PRINTABLE = frozenset(range(0x21, 0x7F))
 
 
@@ -64,29 +64,43 @@ def request_id(sent: bytes | None) -> bytes:
     return b"%032x" % random.getrandbits(128)  # a name, not a secret: no system call for it
 
 
-def to_upstream(
-    sent: RawHeaders, upstream: Upstream, request_id: bytes, *, dialect: str, content_type: str | None
-) -> dict[str, str]:
-    """The headers of an upstream request. Authentication is the upstream's own, whatever the client sent."""
-    headers = {"accept-encoding": "identity", "x-request-id": request_id.decode("latin-1")}
-    if content_type is not None:
-        headers["content-type"] = content_type
-    for name, value in sent:
-        if name in TO_UPSTREAM and (dialect == "anthropic" or name not in ANTHROPIC_ONLY):
-            headers[name.decode("latin-1")] = value.decode("latin-1")
+class OwnHeaders(NamedTuple):
+    """What an upstream gets with every request: unless the request has its own, and whatever the request has."""
+
+    usual: Mapping[bytes, bytes]
+    always: Mapping[bytes, bytes]
+
+
+def own_headers(upstream: Upstream) -> OwnHeaders:
+    """Authentication is the upstream's own, whatever the client sent."""
+    usual: dict[bytes, bytes] = {}
+    always = {b"accept-encoding": b"identity"}
     key = upstream.api_key
-    if dialect == "anthropic":
-        headers.setdefault("anthropic-version", ANTHROPIC_VERSION)
+    if upstream.dialect == "anthropic":
+        usual[b"anthropic-version"] = ANTHROPIC_VERSION
         if key is not None:
-            headers["x-api-key"] = key
+            always[b"x-api-key"] = key.encode()
     elif key is not None:
-        headers["authorization"] = f"Bearer {key}"
+        always[b"authorization"] = b"Bearer " + key.encode()
     for extra, text in upstream.headers:
-        if extra.lower().encode("latin-1") not in NEVER or extra.lower() in ("authorization", "x-api-key", "api-key"):
-            headers[extra.lower()] = text
+        name = extra.lower().encode()
+        if name not in NEVER or name in (b"authorization", b"x-api-key", b"api-key"):
+            always[name] = text.encode()
+    return OwnHeaders(usual, always)
+
+
+def forwarded(
+    sent: RawHeaders, request_id: bytes, *, dialect: str, content_type: bytes | None = None
+) -> dict[bytes, bytes]:
+    """What of a client's headers an upstream of this dialect gets."""
+    headers = {b"x-request-id": request_id}
+    if content_type is not None:
+        headers[b"content-type"] = content_type
+    names = TO_UPSTREAM if dialect == "anthropic" else TO_OPENAI
+    headers.update([pair for pair in sent if pair[0] in names])
     return headers
 
 
 def to_client(received: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """What of an upstream's headers the client gets."""
-    return [(lower, value) for name, value in received if (lower := name.lower()) in TO_CLIENT]
+    """What of an upstream's headers, names in lower case, the client gets."""
+    return [pair for pair in received if pair[0] in TO_CLIENT]

@@ -68,7 +68,7 @@ async def _works(state: GatewayState, upstream: Upstream, replica: int) -> bool:
         url = upstream.root_url(upstream.health_path, replica)
     else:
         url = upstream.url("/models", replica)
-    sent = headers.to_upstream((), upstream, b"health-check", dialect=upstream.dialect, content_type=None)
+    sent = headers.forwarded((), b"health-check", dialect=upstream.dialect)
     try:
         async with asyncio.timeout(PATIENCE_S):
             answer = await state.clients.of(upstream).send("GET", url, sent, None)

@@ -65,7 +65,7 @@ async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, pla
     if body is not None and span is not None:
         model = body[span[0] : span[1]].decode("utf-8", "replace")
     upstream = _upstream(state, snapshot, record, owner, model)
-    await _pass(state, exchange, upstream, path, body, content_type.decode("latin-1") or None)
+    await _pass(state, exchange, upstream, path, body, content_type or None)
 
 
 async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord) -> None:
@@ -79,7 +79,7 @@ async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
             plain, owner = split_id(file_id)
             body = fields.changed({"input_file_id": plain})
     upstream = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
-    await _pass(state, exchange, upstream, path, body, _JSON if body else None)
+    await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
 
 
 async def stored_response(
@@ -95,7 +95,7 @@ async def stored_response(
     for upstream in candidates:
         is_last = upstream is candidates[-1]
         try:
-            await _pass(state, exchange, upstream, path, body, _JSON if body else None, keeps_ids=True)
+            await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None, keeps_ids=True)
             return
         except ApiError as error:
             if is_last or error.status not in (404, 502) or exchange.status is not None:
@@ -160,13 +160,13 @@ async def _pass(
     upstream: Upstream,
     path: str,
     body: bytes | None,
-    content_type: str | None,
+    content_type: bytes | None,
     *,
     keeps_ids: bool = False,
 ) -> None:
     """One request as it is; ids in a JSON answer get their owner. Raises ApiError."""
-    sent = headers.to_upstream(
-        exchange.raw_headers, upstream, exchange.request_id, dialect=upstream.dialect, content_type=content_type
+    sent = headers.forwarded(
+        exchange.raw_headers, exchange.request_id, dialect=upstream.dialect, content_type=content_type
     )
     pairs = [(n, v) for n, v in parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True) if n != "model"]
     query = urlencode([(n, split_id(v)[0] if n in ("after", "before") else v) for n, v in pairs])

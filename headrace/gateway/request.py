@@ -41,7 +41,7 @@ class Request:
     query: bytes
     body: bytes
     fields: Fields | None
-    content_type: str
+    content_type: bytes
     facts: RequestFacts
     stream: bool
     wants_usage: bool
@@ -57,7 +57,7 @@ class Call:
 
     path: str
     body: bytes
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
     wire: stream.Wire
     translation: Translation | None = None
 
@@ -71,7 +71,7 @@ def read(exchange: Exchange, place: Place, body: bytes, record: KeyRecord) -> Re
         "path": place.upstream_path,
         "query": exchange.query,
         "body": body,
-        "content_type": content_type.decode("latin-1"),
+        "content_type": content_type,
         "sent_headers": exchange.raw_headers,
         "request_id": exchange.request_id,
     }
@@ -145,12 +145,8 @@ def call_for(
     Raises ApiError for what cannot be put into the upstream's dialect.
     """
     upstream = attempt.upstream
-    sent_headers = headers.to_upstream(
-        request.sent_headers,
-        upstream,
-        request.request_id,
-        dialect=upstream.dialect,
-        content_type=request.content_type,
+    sent_headers = headers.forwarded(
+        request.sent_headers, request.request_id, dialect=upstream.dialect, content_type=request.content_type
     )
     if request.fields is None:
         return Call(path=request.path, body=_form(request, attempt.model), headers=sent_headers, wire="openai")
@@ -185,7 +181,7 @@ def call_for(
             prompt_tokens=request.facts.prompt_tokens,
             wants_usage_of_upstream=request.stream,
         )
-        sent_headers["content-type"] = "application/json"
+        sent_headers[b"content-type"] = b"application/json"
         return Call(
             path=translation.path,
             body=translation.body,
@@ -202,7 +198,7 @@ def call_for(
 
 def _form(request: Request, model: str) -> bytes:
     """The form with the model's name at the upstream."""
-    span = form_field(request.body, request.content_type.encode("latin-1"), "model")
+    span = form_field(request.body, request.content_type, "model")
     if span is None or request.facts.model == model:
         return request.body
     return request.body[: span[0]] + model.encode() + request.body[span[1] :]

@@ -1,15 +1,23 @@
-"""A client's connection: uvicorn's protocol, with limits on what comes before a request is one.
+"""A client's connection: HTTP/1.1 for an ASGI application, with limits on what comes before a request is one.
 
-A key is checked once a request's head is there, so the head itself must be bounded in size and in time; uvicorn with
-httptools bounds neither. What is no HTTP gets JSON as well.
+It stands where uvicorn's own protocol would, and differs in three ways. A key is checked once a request's head is
+there, so the head itself is bounded in size and in time, and what is no HTTP gets JSON as well. An answer's head
+leaves together with the first piece of its body, in one system call. And who waits for a client to leave needs no
+task for it: `scope["extensions"][CLIENT_LEFT]` takes a function to be called then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import http
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, cast
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+import uvicorn
 
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
@@ -18,60 +26,414 @@ MAX_HEAD_BYTES = 256 * 1024
 """Of a request's first line and headers, and of a chunked body's trailers. One read from the socket more may pass."""
 HEAD_S = 30.0
 """A new connection must have sent its first request's head by then."""
+MAX_UNREAD_BYTES = 64 * 1024
+"""Of a body, before the application asks for it."""
+MAX_PIPELINED = 16
+"""Requests that wait on a connection for the answer to an earlier one."""
+
+CLIENT_LEFT = "headrace.client_left"
+
+FAULT = ApiError(
+    500,
+    "The server failed while answering this request. Its log has the details.",
+    type="server_error",
+    code="internal_error",
+)
+
+Headers = Iterable[tuple[bytes, bytes]]
+Message = MutableMapping[str, Any]
+
+logger = logging.getLogger("headrace.http")
 
 
-class Connection(HttpToolsProtocol):
-    """One connection."""
+def _status_line(status: int) -> bytes:
+    try:
+        return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()
+    except ValueError:
+        return f"HTTP/1.1 {status} \r\n".encode()
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+
+STATUS_LINE = {status: _status_line(status) for status in range(100, 600)}
+
+
+class Connection(asyncio.Protocol):
+    """One connection. uvicorn's server makes it, and calls `shutdown` at its end."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: Any, app_state: Any, _loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        if not config.loaded:
+            config.load()
+        self.app = config.loaded_app
+        self.loop = _loop or asyncio.get_running_loop()
+        self.server = server_state
+        self.transport: asyncio.Transport
+        self._keep_alive_s = float(config.timeout_keep_alive)
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         """Received since anything but a head or trailers came."""
-        self._patience: asyncio.TimerHandle | None = None
+        self._read: Cycle | None = None
+        """The request whose body is arriving."""
+        self._answered: Cycle | None = None
+        """The request that is being answered; it is the one being read, or an earlier one."""
+        self._pipeline: deque[Cycle] = deque()
+        self._is_reading = True
+        self._writable: asyncio.Event | None = None
+        """None = the client takes what is written."""
+        self._waiting_since_s: float | None = None
+        """For a request's head; None while a request is answered."""
+        self._patience_s = HEAD_S
+        self._timer: asyncio.TimerHandle
+        self._when_left: Callable[[], object] | None = None
+        self._extensions = {CLIENT_LEFT: self.when_left}
+        self._usual_headers: tuple[object, bytes] = (None, b"")
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._patience = self.loop.call_later(HEAD_S, transport.close)
+    # The transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.server.connections.add(self)
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server_address = _address(transport.get_extra_info("sockname"))
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self._waiting_since_s = self.loop.time()
+        self._timer = self.loop.call_later(self._patience_s, self._look_at_the_clock)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._be_patient()
-        super().connection_lost(exc)
+        self.server.connections.discard(self)
+        self._timer.cancel()
+        self._parser = None
+        self._pipeline.clear()
+        if self._answered is not None:
+            self._answered.leave()
+        if self._when_left is not None:
+            self._when_left()
+        self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        super().data_received(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # an offer that may be left, as curl's to speak HTTP/2
+        except httptools.HttpParserError:
+            return self._refuse(errors.invalid_http())
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(errors.head_too_large(MAX_HEAD_BYTES))
 
+    def pause_writing(self) -> None:
+        self._writable = asyncio.Event()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
+    @property
+    def is_full(self) -> bool:
+        """The client reads more slowly than is written."""
+        return self._writable is not None
+
+    async def drained(self) -> None:
+        """Returns when the client takes more, or has left."""
+        while self._writable is not None:
+            await self._writable.wait()
+
+    def pause_reading(self) -> None:
+        if self._is_reading and not self.transport.is_closing():
+            self._is_reading = False
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._is_reading and not self.transport.is_closing():
+            self._is_reading = True
+            self.transport.resume_reading()
+
+    def shutdown(self) -> None:
+        """The server ends: what is being answered is the last."""
+        if self._answered is None:
+            self.transport.close()
+        for cycle in (self._answered, *self._pipeline):
+            if cycle is not None:
+                cycle.keep_alive = False
+
+    def _look_at_the_clock(self) -> None:
+        """Closes a connection that has waited too long for a request. One timer for all of the connection's life."""
+        left_s = self._patience_s
+        if self._waiting_since_s is not None:
+            left_s += self._waiting_since_s - self.loop.time()
+            if left_s <= 0:
+                return self.transport.close()
+        self._timer = self.loop.call_later(left_s, self._look_at_the_clock)
+
+    # The parser
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
-        self._be_patient()
-        super().on_headers_complete()
+        self._waiting_since_s = None
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        version = self._parser.get_http_version()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "server": self._server_address,
+            "client": self._client,
+            "scheme": self._scheme,
+            "root_path": "",
+            "headers": self._headers,
+            "method": self._parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "extensions": self._extensions,
+        }
+        cycle = self._read = Cycle(self, scope, keep_alive=version != "1.0" and self._parser.should_keep_alive())
+        if self._answered is None:
+            self._begin(cycle)
+        else:
+            self._pipeline.append(cycle)
+            if len(self._pipeline) >= MAX_PIPELINED:
+                self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        super().on_body(body)
+        if self._read is not None and self._read.arrived(body) > MAX_UNREAD_BYTES:
+            self.pause_reading()
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        super().on_message_complete()
+        if self._read is not None:
+            self._read.arrived_whole()
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn's name for: what came is no HTTP."""
-        self._refuse(errors.invalid_http())
+    # One request after the other
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade is an offer that may be left, as curl's to speak HTTP/2; not worth two warnings."""
+    def when_left(self, callback: Callable[[], object]) -> None:
+        """`callback` is called if the client leaves before the running request is answered."""
+        self._when_left = callback
+        if self._parser is None:
+            self.loop.call_soon(callback)
 
-    def _be_patient(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _begin(self, cycle: Cycle) -> None:
+        self._answered = cycle
+        cycle.task = self.loop.create_task(cycle.run())
+        self.server.tasks.add(cycle.task)
+
+    def answered(self, cycle: Cycle) -> None:
+        """The last byte of its answer is written."""
+        self.server.total_requests += 1
+        self._answered = self._when_left = None
+        if not cycle.keep_alive:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.resume_reading()
+            if self._pipeline:
+                self._begin(self._pipeline.popleft())
+            else:
+                self._patience_s = self._keep_alive_s
+                self._waiting_since_s = self.loop.time()
+
+    def usual_headers(self) -> bytes:
+        """Those of every answer, which uvicorn renews each second: the date."""
+        pairs = self.server.default_headers
+        if self._usual_headers[0] is not pairs:
+            self._usual_headers = (pairs, b"".join([b"%s: %s\r\n" % pair for pair in pairs]))
+        return self._usual_headers[1]
 
     def _refuse(self, error: ApiError) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answered is not None:
             return self.transport.abort()  # an answer to something else is under way
         body = error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+class Cycle:
+    """One request and its answer, as the application sees them."""
+
+    __slots__ = (
+        "_arrival",
+        "_body",
+        "_chunked",
+        "_connection",
+        "_gone",
+        "_has_news",
+        "_head",
+        "_is_complete",
+        "_is_whole",
+        "_left_bytes",
+        "_num_unread",
+        "_owes_continue",
+        "_started",
+        "keep_alive",
+        "scope",
+        "task",
+    )
+
+    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.task: asyncio.Task[None] | None = None
+        self._connection = connection
+        self._body: list[bytes] = []
+        self._num_unread = 0
+        self._is_whole = False
+        self._has_news = False
+        self._arrival: asyncio.Event | None = None
+        self._owes_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in scope["headers"])
+        self._gone = False
+        self._head = b""
+        """Composed and not yet sent."""
+        self._started = False
+        self._is_complete = False
+        self._chunked = False
+        self._left_bytes = 0
+        """Of the body whose length the head told."""
+
+    async def run(self) -> None:
+        connection = self._connection
+        try:
+            await connection.app(cast(Any, self.scope), cast(Any, self.receive), cast(Any, self.send))
+        except Exception:
+            logger.exception("A fault in answering %s %s.", self.scope["method"], self.scope["path"])
+        finally:
+            connection.server.tasks.discard(self.task)
+            if not self._is_complete and not self._gone:
+                self._fail()
+
+    # The request
+
+    def arrived(self, body: bytes) -> int:
+        """A piece of the body. Returns how many bytes the application has not taken."""
+        if self._is_complete:
+            return 0
+        self._body.append(body)
+        self._num_unread += len(body)
+        self._wake()
+        return self._num_unread
+
+    def arrived_whole(self) -> None:
+        self._is_whole = True
+        self._wake()
+
+    def leave(self) -> None:
+        """The connection is gone."""
+        self._gone = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._has_news = True
+        if self._arrival is not None:
+            self._arrival.set()
+
+    async def receive(self) -> Message:
+        connection = self._connection
+        if self._owes_continue and not self._started and not connection.transport.is_closing():
+            self._owes_continue = False
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self._has_news or self._gone or self._is_complete):
+            connection.resume_reading()
+            self._arrival = asyncio.Event()
+            await self._arrival.wait()
+        if self._gone or self._is_complete:
+            return {"type": "http.disconnect"}
+        self._has_news = False
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        self._num_unread = 0
+        return {"type": "http.request", "body": body, "more_body": not self._is_whole}
+
+    # The answer
+
+    async def send(self, message: Message) -> None:
+        """Raises RuntimeError for what cannot be written as HTTP."""
+        if self._connection.is_full:
+            await self._connection.drained()
+        if self._gone:
+            return
+        if message["type"] == "http.response.start":
+            self._start(message["status"], message.get("headers", ()))
+        else:
+            self._write(message.get("body", b""), message.get("more_body", False))
+
+    def _start(self, status: int, headers: Headers) -> None:
+        if self._started:
+            raise RuntimeError("An answer began twice.")
+        self._chunked = self.scope["method"] != "HEAD" and status not in (204, 304)
+        usual = self._connection.usual_headers()
+        lines = [STATUS_LINE[status], usual]
+        for name, value in headers:
+            lines.append(b"%s: %s\r\n" % (name, value))
+            if name == b"content-length":
+                self._left_bytes, self._chunked = int(value), False
+            elif name == b"connection" and b"close" in value.lower():
+                self.keep_alive = False
+        if self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        num_lines = len(lines) - 1 + usual.count(b"\n")
+        if self._head.count(b"\n") != num_lines or self._head.count(b"\r") != num_lines:
+            raise RuntimeError("A header of the answer has a line end in it.")
+        self._started = True
+        self._connection.loop.call_soon(self._send_head)
+
+    def _send_head(self) -> None:
+        """No piece of a body followed at once."""
+        if self._head and not self._gone:
+            self._connection.transport.write(self._head)
+            self._head = b""
+
+    def _write(self, body: bytes, more: bool) -> None:
+        if not self._started or self._is_complete:
+            raise RuntimeError("A body came before its head, or after its end.")
+        head, self._head = self._head, b""
+        if self.scope["method"] == "HEAD":
+            body, self._left_bytes = b"", 0
+        if self._chunked:
+            data = b"%s%x\r\n%s\r\n" % (head, len(body), body) if body else head
+            if not more:
+                data += b"0\r\n\r\n"
+        else:
+            data = head + body if head else body
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0:
+                raise RuntimeError("A body is longer than its head says.")
+        if data:
+            self._connection.transport.write(data)
+        if not more:
+            if self._left_bytes:
+                raise RuntimeError("A body is shorter than its head says.")
+            self._is_complete = True
+            self._wake()
+            self._connection.answered(self)
+
+    def _fail(self) -> None:
+        """The application has ended without an answer, or in the middle of one."""
+        if self._started:
+            return self._connection.transport.close()
+        self.keep_alive = False
+        body = FAULT.body()
+        self._start(500, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+        self._write(body, more=False)
+
+
+def _address(name: object) -> tuple[str, int] | None:
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

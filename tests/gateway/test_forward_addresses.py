@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from headrace.gateway.snapshot import Upstream
-from headrace.gateway.upstream_client import UpstreamClient, refusal
+from headrace.gateway.upstream_addresses import refusal
+from headrace.gateway.upstream_client import UpstreamClient
 from headrace.gateway.upstream_errors import UpstreamFailure
 from tests.gateway.fake_upstream import FakeUpstream
 
