@@ -40,6 +40,7 @@ class SequenceSampling:
     def of(cls, sequence: NewSequence) -> SequenceSampling:
         params = sequence.params
         ruled = bool(params.bad_words) or params.allowed_token_ids is not None or params.min_tokens > 0
+        ruled = ruled or params.thinking is not None
         plain = (
             not ruled
             and params.temperature == 0
@@ -109,7 +110,7 @@ def sampling_rows(
         generated=_counted(generated),
         logit_bias=_weighted([p.logit_bias or {} for p in params]),
         forbidden=_forbidden(states, tokens, vocab_size),
-        allowed=_allowed(states),
+        allowed=_allowed(states, tokens),
         given=_given(len(states) - len(given), given),
         scored=_scored(params),
         num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
@@ -154,11 +155,15 @@ def _forbidden(
     return _counted(lists)
 
 
-def _allowed(states: Sequence[SequenceSampling]) -> TokenLists | None:
-    if not any(s.rules is not None and s.rules.allowed is not None for s in states):
+def _allowed(states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]]) -> TokenLists | None:
+    only = [
+        s.rules.only(t[s.num_prompt_tokens :]) if s.rules is not None else None
+        for s, t in zip(states, tokens, strict=True)
+    ]
+    if all(one is None for one in only):
         return None
     nothing = np.zeros(0, np.int32)
-    lists = [s.rules.allowed if s.rules is not None and s.rules.allowed is not None else nothing for s in states]
+    lists = [nothing if one is None else one for one in only]
     return _token_lists(lists, lists)
 
 

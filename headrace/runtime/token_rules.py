@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.protocol.ipc import SamplingParams
+from headrace.protocol.ipc import SamplingParams, ThinkingBudget
 
 Tokens = NDArray[np.int32]
 
@@ -45,6 +45,38 @@ class BadWords:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingEnd:
+    """The end of thinking that comes when the budget is spent; see `ThinkingBudget`."""
+
+    max_tokens: int
+    begin: Tokens
+    end: Tokens
+
+    @classmethod
+    def of(cls, budget: ThinkingBudget) -> ThinkingEnd:
+        begin, end = (np.array(ids, np.int32) for ids in (budget.begin_token_ids, budget.end_token_ids))
+        return cls(budget.max_tokens, begin, end)
+
+    def next(self, generated: Tokens) -> int | None:
+        """The token that must come now; None where any may. Looks at the tokens only while the end would come."""
+        thought = generated[len(self.begin) :]
+        place = len(thought) - self.max_tokens
+        if not 0 <= place < len(self.end) or not np.array_equal(generated[: len(self.begin)], self.begin):
+            return None
+        within, since = thought[: self.max_tokens], thought[self.max_tokens :]
+        if _holds(within, self.end) or not np.array_equal(since, self.end[:place]):
+            return None
+        return int(self.end[place])
+
+
+def _holds(tokens: Tokens, sought: Tokens) -> bool:
+    if len(tokens) < len(sought):
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(sought))
+    return bool((windows == sought).all(axis=1).any())
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRules:
     """A sequence's own rules. `stops` are its stop tokens, forbidden before it has `min_tokens` tokens."""
 
@@ -52,6 +84,7 @@ class TokenRules:
     bad_words: BadWords | None
     stops: Tokens
     min_tokens: int
+    thinking: ThinkingEnd | None = None
 
     @classmethod
     def of(cls, params: SamplingParams) -> TokenRules:
@@ -61,14 +94,22 @@ class TokenRules:
             bad_words=BadWords.of(params.bad_words) if params.bad_words else None,
             stops=np.array(params.stop_token_ids if params.min_tokens else (), np.int64),
             min_tokens=params.min_tokens,
+            thinking=ThinkingEnd.of(params.thinking) if params.thinking is not None else None,
         )
 
     @property
     def forbids(self) -> bool:
         return self.bad_words is not None or len(self.stops) > 0
 
+    def only(self, generated: Tokens) -> Tokens | None:
+        """The tokens of which the next one must be one; None where any may come."""
+        forced = self.thinking.next(generated) if self.thinking is not None else None
+        return self.allowed if forced is None else np.array([forced], np.int32)
+
     def forbidden(self, generated: Tokens, vocab_size: int) -> Tokens:
         """What the next token may not be, in no order and perhaps more than once."""
+        if self.thinking is not None and self.thinking.next(generated) is not None:
+            return generated[:0]
         pieces: list[Tokens] = []
         if len(generated) < self.min_tokens:
             pieces.append(self.stops[(self.stops >= 0) & (self.stops < vocab_size)].astype(np.int32))
