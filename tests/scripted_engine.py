@@ -83,7 +83,7 @@ class ScriptedEngine:
             model=MODEL_PATH, family="llama", device="cpu", dtype="float32", kernels="scripted", instruction_set="AVX2",
             threads=1, weight_bytes=1, kv_cache_bytes=1, kv_cache_dtype="float32", block_size=16, num_blocks=64,
             max_model_len=MAX_MODEL_LEN, max_num_seqs=16, max_num_batched_tokens=512, step_time_target_s=0.1,
-            phase_seconds={}, notes=[],
+            kv_cache_tokens=1024, phase_seconds={}, notes=[],
         )
     )  # fmt: skip
 

@@ -52,6 +52,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         kv_cache_dtype=kernels.dtype,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
+        kv_cache_tokens=plan.kv_cache_tokens,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

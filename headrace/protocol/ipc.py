@@ -200,16 +200,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     block_size: int
     num_blocks: int
+    kv_cache_tokens: int
+    """Tokens of requests of `max_model_len` that fit the KV cache together."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     step_time_target_s: float
     phase_seconds: dict[str, float]
     notes: list[str]
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
     @property
     def max_concurrency(self) -> float:

@@ -286,7 +286,7 @@ INFO = EngineInfo(
     kv_cache_bytes=4 << 30,
     kv_cache_dtype="float32",
     block_size=32,
-    num_blocks=2912,
+    num_blocks=2912, kv_cache_tokens=93184,
     max_model_len=8192,
     max_num_seqs=256,
     max_num_batched_tokens=512,

@@ -33,7 +33,7 @@ def info() -> ipc.EngineInfo:
         model="m", family="llama", device="cpu", dtype="float32", kernels="reference", instruction_set="AVX2",
         threads=2, weight_bytes=1, kv_cache_bytes=1000, kv_cache_dtype="float32", block_size=32, num_blocks=100,
         max_model_len=300, max_num_seqs=8, max_num_batched_tokens=512, step_time_target_s=0.25, phase_seconds={},
-        notes=[],
+        notes=[], kv_cache_tokens=3200,
     )  # fmt: skip
 
 
