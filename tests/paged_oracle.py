@@ -64,8 +64,15 @@ class Row:
 class PagedOracle:
     """Executes plans as the runtime would, raising AssertionError at the first wrong slot."""
 
-    def __init__(self, num_blocks: int, block_size: int, salt_of_seed: Callable[[int], str | None] = lambda _: None):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        salt_of_seed: Callable[[int], str | None] = lambda _: None,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.salt_of_seed = salt_of_seed
@@ -96,6 +103,7 @@ class PagedOracle:
             for position in range(step.start, step.start + step.num_tokens):
                 for table in row.block_tables:
                     slot = table[position // size] * size + position % size
+                    assert slot >= 0, "a step writes where no block is"
                     assert slot not in written, "two sequences write one slot"
                     written.add(slot)
                     self.slots[slot] = row.prefixes[position + 1]
@@ -106,9 +114,10 @@ class PagedOracle:
                 tokens = self.rows[step.seq_id].token_ids[step.start + 1 : step.start + 1 + step.num_scored]
                 scored.append(Scored(step.seq_id, tuple(TokenLogprobs(t, -float(t), 1, [], []) for t in tokens)))
             row, end = self.rows[step.seq_id], step.start + step.num_tokens
-            for table in row.block_tables:
-                read = [self.slots[table[p // size] * size + p % size] for p in range(end)]
-                assert read == row.prefixes[1 : end + 1], f"sequence {step.seq_id} reads what others wrote"
+            for window, table in zip(self.windows, row.block_tables, strict=True):
+                seen = range(0 if window is None else max(0, step.start + 1 - window), end)
+                read = [self.slots[table[p // size] * size + p % size] for p in seen]
+                assert read == row.prefixes[seen.start + 1 : end + 1], f"{step.seq_id} reads what others wrote"
             if step.samples:
                 token_id = next_token(row.prefixes[-1], row.params.seed, row.index)
                 row.append(token_id)
@@ -131,7 +140,7 @@ class Engine:
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.outputs: dict[tuple[str, int], list[SequenceOutput]] = {}
         settings = scheduler.settings
-        self.oracle = PagedOracle(settings.num_blocks, settings.block_size, self._salt)
+        self.oracle = PagedOracle(settings.num_blocks, settings.block_size, self._salt, settings.windows)
         self._salts: dict[int, str | None] = {}
 
     def _salt(self, seed: int) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.config.kv_blocks import KVBlocks
 from headrace.config.settings import SCORED_ROWS_PER_STEP
 from headrace.protocol.ipc import AddRequest
 
@@ -19,7 +20,7 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes in tokens, blocks and seconds; `num_groups` of layers, with block tables of their own.
+    """Sizes in tokens, blocks and seconds; `windows`, of each group of layers with block tables of its own.
 
     `step_time_target_s` bounds steps in which prefill joins decodes, `max_scored_rows` the prompt tokens that one
     step gives log-probabilities of."""
@@ -29,7 +30,7 @@ class SchedulerSettings:
     max_model_len: int
     num_blocks: int
     block_size: int
-    num_groups: int = 1
+    windows: tuple[int | None, ...] = (None,)
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -42,6 +43,10 @@ class SchedulerSettings:
         for name in (*sizes, "max_scored_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def blocks(self) -> KVBlocks:
+        return KVBlocks(self.windows, self.block_size, self.max_num_batched_tokens)
 
     @property
     def max_running(self) -> int:
@@ -76,8 +81,9 @@ def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
             "Please shorten the prompt or ask for fewer tokens (max_tokens).",
         )
     num_stored = num_prompt + num_new - 1
-    capacity = settings.num_blocks // settings.num_groups * settings.block_size
-    if num_stored > capacity:
+    blocks = settings.blocks
+    if blocks.most_held(num_stored) > settings.num_blocks:
+        capacity = blocks.longest(settings.num_blocks, num_stored)
         return Refusal(
             "kv_cache_too_small",
             f"The request needs {num_stored} tokens of KV cache ({num_prompt} for the prompt, up to {num_new - 1} for "

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
 
+NO_BLOCK = -1
+"""In place of a block that no step will read: it lies before the window of its group of layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -31,9 +34,9 @@ class NewSequence:
 class SequenceStep:
     """Compute tokens [start, start + num_tokens) of a sequence.
 
-    `new_block_ids`, one tuple for each group of layers, are appended to the sequence's block tables before the
-    step. With `samples` the logits of the last row choose the next token, which the runtime appends to its own row
-    as well. The logits of the first `num_scored` rows give the log-probabilities of the prompt tokens that follow
+    `new_block_ids`, one tuple for each group of layers, are appended to the sequence's block tables before the step.
+    With `samples` the logits of the last row choose the next token, which the runtime appends to its own row as
+    well. The logits of the first `num_scored` rows give the log-probabilities of the prompt tokens that follow
     them; how many a step may have is bounded, because each takes a row of the vocabulary's width.
     """
 

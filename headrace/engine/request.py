@@ -78,6 +78,8 @@ class Sequence:
     num_pending_tokens: int = 0
     """Tokens being sampled by steps in flight: counted in `num_tokens`, their values not known here yet."""
     block_tables: list[list[int]] = field(default_factory=list)
+    first_blocks: list[int] = field(default_factory=list)
+    """Where in each block table the blocks held begin; later than 0 only where the group's layers have a window."""
     num_announced_blocks: list[int] = field(default_factory=list)
     """Leading entries of each block table that plans have told the runtime."""
     block_keys: list[BlockKey] = field(default_factory=list)

@@ -43,7 +43,7 @@ from headrace.engine.admission import Refusal, SchedulerSettings, refusal
 from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.kv_cache import KVCache, Prefix
-from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
+from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, Sampled, SequenceStep, StepResult
 from headrace.engine.ranking import Ranking
 from headrace.engine.repetition import repeats
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
@@ -64,9 +64,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, now: Callable[[], float] = time.time) -> None:
         """`now` is the clock of `AddRequest.arrival_s`; it is only used to report queueing time."""
         self.settings = settings
-        self.kv_cache = KVCache(
-            settings.num_blocks, settings.block_size, settings.enable_prefix_caching, settings.num_groups
-        )
+        self.kv_cache = KVCache(settings.num_blocks, settings.blocks, settings.enable_prefix_caching)
         self.step_time = StepTimeModel()
         self._chunks = Chunks(settings, self.step_time)
         self._now = now
@@ -183,10 +181,15 @@ class Scheduler:
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
         settings = self.settings
-        draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
-        self._serve_decodes(draft)
-        draft.target_s = self._chunks.target_s(draft)
-        self._serve_prefills(draft)
+        while True:
+            draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
+            self._serve_decodes(draft)
+            draft.target_s = self._chunks.target_s(draft)
+            self._serve_prefills(draft)
+            if draft.steps or not draft.short_of_blocks:
+                break
+            # Whoever runs waits for blocks that others hold: windows that moved on from blocks they shared.
+            self._preempt(self._running.last())
         if not draft.steps and not self._dropped:
             return None
         dropped, self._dropped = tuple(self._dropped), {}
@@ -198,7 +201,7 @@ class Scheduler:
         for seq in list(self._running):
             if seq.state is not SequenceState.RUNNING or seq.remaining_tokens != 1:
                 continue
-            while seq.state is SequenceState.RUNNING and not self.kv_cache.grow(seq):
+            while seq.state is SequenceState.RUNNING and not self.kv_cache.advance(seq):
                 self._preempt(self._running.last())
                 draft.preempted = True
             if seq.state is SequenceState.RUNNING:
@@ -239,6 +242,11 @@ class Scheduler:
                 if num_tokens == 0:
                     break
                 prefilling.remove(seq)
+                if not self.kv_cache.advance(seq):
+                    num_tokens = min(num_tokens, self.kv_cache.room(seq))
+                    if num_tokens == 0:
+                        draft.short_of_blocks = True
+                        continue
             else:
                 prefix = self._prefix(seq)
                 num_tokens = self._chunk(draft, seq, prefix.num_tokens)
@@ -455,17 +463,23 @@ class Scheduler:
         """Raise AssertionError unless every block, sequence and request is accounted for exactly once."""
         pool, size = self.kv_cache.pool, self.settings.block_size
         pool.check_integrity()
-        held = Counter(block_id for seq in self._running for table in seq.block_tables for block_id in table)
+        tables = [(seq, g, table) for seq in self._running for g, table in enumerate(seq.block_tables)]
+        held = Counter(block_id for _, _, table in tables for block_id in table if block_id != NO_BLOCK)
         for block_id in range(pool.num_blocks):
             assert pool.ref_count(block_id) == held[block_id], f"block {block_id}: count and block tables disagree"
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             assert self._by_id[seq.seq_id] is seq
             assert seq.num_computed_tokens <= seq.num_planned_tokens <= seq.num_tokens
-            for table in seq.block_tables:
-                assert len(table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
-                for block_id in table[seq.num_computed_tokens // size :]:
-                    assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
+            assert len(seq.block_tables) == len(self.settings.windows)
+            most = self.settings.blocks.most_held(seq.num_tokens)
+            assert sum(map(len, seq.block_tables)) - sum(seq.first_blocks) <= most, f"{seq.seq_id} holds too much"
+        for seq, group, table in tables:
+            first = seq.first_blocks[group]
+            assert [block_id == NO_BLOCK for block_id in table] == [i < first for i in range(len(table))]
+            assert len(table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
+            for block_id in table[max(first, seq.num_computed_tokens // size) :]:
+                assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
         for seq in self._waiting:
             assert seq.state is SequenceState.WAITING
             assert not seq.block_tables

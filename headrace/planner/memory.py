@@ -6,6 +6,9 @@ key/value heads of 64 and float32 values:
     2 (K and V) x 30 x 3 x 64 x 4 bytes = 46,080 bytes a token, x 32 tokens = 1,474,560 bytes a block
     4 GiB / 1,474,560 = 2,912 blocks = 93,184 tokens = 11 requests of 8,192 tokens at once
 
+Layers of two kinds, some with a window, are in groups (config/model.py) and a block is one group's. A request then
+takes blocks of every group: of those with a window no more than the window and a step's tokens need.
+
 A configuration that cannot work is refused with the one value that would.
 """
 
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.config.errors import ConfigError
+from headrace.config.kv_blocks import KVBlocks
 from headrace.config.model import ModelConfig
 from headrace.config.settings import SCORED_ROWS_PER_STEP, EngineSettings
 
@@ -40,12 +44,10 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_cache_tokens: int
+    """Tokens of requests of `max_model_len` that fit together."""
     notes: tuple[str, ...]
     """What was chosen in place of what one might expect, one sentence each."""
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
     @property
     def max_concurrency(self) -> float:
@@ -71,8 +73,9 @@ def plan_memory(
     notes: list[str] = []
     block_size = settings.block_size or BLOCK_SIZE[device]
     block_bytes = config.kv_bytes_per_token(kv_bytes_per_value) * block_size
-    num_groups = len(config.layer_groups)
     batched_tokens = _batched_tokens(config, settings, device)
+    windows = tuple(group.window for group in config.layer_groups)
+    blocks = KVBlocks(windows, block_size, batched_tokens)
     step_bytes = step_buffer_bytes(config, batched_tokens, min(settings.max_num_seqs, batched_tokens))
     fixed_bytes = weight_bytes + overhead_bytes + step_bytes
     room = _Room(settings.gpu_memory_utilization, available_bytes, fixed_bytes, block_bytes)
@@ -83,15 +86,14 @@ def plan_memory(
     else:
         pool_bytes = room.bytes
         if device == "cpu":
-            longest = block_bytes * num_groups * math.ceil((wanted_len or 0) / block_size)
+            longest = block_bytes * blocks.most_held(wanted_len or 0)
             pool_bytes = min(pool_bytes, max(CPU_KV_CACHE_BYTES, longest))
     num_blocks = max(0, pool_bytes) // block_bytes
-    if num_blocks == 0:
-        raise ConfigError(_no_block(settings, room))
+    if num_blocks < len(windows):
+        raise ConfigError(_no_block(settings, room, len(windows)))
 
-    capacity = num_blocks // num_groups * block_size
     if wanted_len is None:
-        max_model_len = min(config.max_position_embeddings, capacity)
+        max_model_len = blocks.longest(num_blocks, config.max_position_embeddings)
         if max_model_len < config.max_position_embeddings:
             notes.append(
                 f"max_model_len is {max_model_len:,}, not the model's {config.max_position_embeddings:,}: "
@@ -104,8 +106,8 @@ def plan_memory(
                 f"--max-num-batched-tokens {batched_tokens}."
             )
     else:
-        if wanted_len > capacity:
-            raise ConfigError(_too_long(settings, room, wanted_len, block_size, num_blocks, num_groups))
+        if blocks.most_held(wanted_len) > num_blocks:
+            raise ConfigError(_too_long(settings, room, wanted_len, blocks, num_blocks))
         max_model_len = wanted_len
 
     if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
@@ -115,20 +117,14 @@ def plan_memory(
             f"or drop --no-enable-chunked-prefill."
         )
 
-    max_num_seqs = min(settings.max_num_seqs, num_blocks // num_groups, batched_tokens)
+    max_num_seqs = min(settings.max_num_seqs, num_blocks // len(windows), batched_tokens)
     if max_num_seqs < settings.max_num_seqs:
         reason = (
-            f"the KV cache has {num_blocks:,} blocks and every running request needs one"
-            if num_blocks <= batched_tokens
+            f"the KV cache has {num_blocks:,} blocks and every running request needs {_number(len(windows))}"
+            if num_blocks // len(windows) <= batched_tokens
             else f"a step computes at most {batched_tokens:,} tokens"
         )
         notes.append(f"max_num_seqs is {max_num_seqs}, not {settings.max_num_seqs}: {reason}.")
-
-    if config.sliding_window is not None and max_model_len > config.sliding_window:
-        notes.append(
-            f"{sum(config.sliding_layers)} of {config.num_layers} layers see {config.sliding_window:,} tokens only; "
-            "the KV cache keeps all tokens for them too."
-        )
 
     return MemoryPlan(
         num_blocks=num_blocks,
@@ -137,6 +133,7 @@ def plan_memory(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched_tokens,
+        kv_cache_tokens=num_blocks * blocks.count(max_model_len) * block_size // blocks.most_held(max_model_len),
         notes=tuple(notes),
     )
 
@@ -194,14 +191,15 @@ def _exact_pool(wanted_bytes: int, room: _Room) -> int:
     )
 
 
-def _no_block(settings: EngineSettings, room: _Room) -> str:
+def _no_block(settings: EngineSettings, room: _Room, num_groups: int) -> str:
+    some_bytes = 16 * num_groups * room.block_bytes
     if settings.kv_cache_memory_bytes is not None:
         return (
-            f"No available memory for the cache blocks: one block takes {room.block_bytes} bytes and "
-            f"--kv-cache-memory-bytes is {settings.kv_cache_memory_bytes}. "
-            f"Use --kv-cache-memory-bytes {16 * room.block_bytes} or more."
+            "No available memory for the cache blocks: a request takes at least "
+            f"{num_groups * room.block_bytes} bytes and --kv-cache-memory-bytes is {settings.kv_cache_memory_bytes}. "
+            f"Use --kv-cache-memory-bytes {some_bytes} or more."
         )
-    better = room.utilization_for(16 * room.block_bytes)
+    better = room.utilization_for(some_bytes)
     facts = (
         f"No available memory for the cache blocks: weights and buffers take {_gib(room.fixed_bytes)} GiB of the "
         f"{_gib(int(room.utilization * room.available_bytes))} GiB that gpu_memory_utilization "
@@ -212,16 +210,14 @@ def _no_block(settings: EngineSettings, room: _Room) -> str:
     return facts + "No utilization is enough: use a smaller or more strongly quantised model, or free memory."
 
 
-def _too_long(
-    settings: EngineSettings, room: _Room, wanted_len: int, block_size: int, num_blocks: int, num_groups: int
-) -> str:
-    needed_bytes = math.ceil(wanted_len / block_size) * num_groups * room.block_bytes
+def _too_long(settings: EngineSettings, room: _Room, wanted_len: int, blocks: KVBlocks, num_blocks: int) -> str:
+    needed_bytes = blocks.most_held(wanted_len) * room.block_bytes
     pool = _gib(num_blocks * room.block_bytes)
     facts = (
         f"To serve at least one request with the model's max seq len ({wanted_len}), {_gib(needed_bytes)} GiB KV "
         f"cache is needed, which is larger than the available KV cache memory ({pool} GiB). "
     )
-    fits = num_blocks // num_groups * block_size
+    fits = blocks.longest(num_blocks, wanted_len)
     shorter = f"the estimated maximum model length is {fits}: use --max-model-len {fits}."
     if settings.kv_cache_memory_bytes is not None:
         if needed_bytes <= room.available_bytes - room.fixed_bytes:
@@ -231,6 +227,10 @@ def _too_long(
     if better is not None and better > settings.gpu_memory_utilization:
         return facts + f"Use --gpu-memory-utilization {better:.2f}."
     return facts + "Based on the available memory, " + shorter
+
+
+def _number(count: int) -> str:
+    return "one" if count == 1 else str(count)
 
 
 def _gib(num_bytes: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.plan import SequenceStep
+from headrace.engine.plan import NO_BLOCK, SequenceStep
 from headrace.kernels.ops import Batch
 from headrace.runtime.table import SequenceTable
 
@@ -40,10 +40,12 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
     row_of_token = np.repeat(rows, counts)
     positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
     slots = table.blocks[:, row_of_token, positions // block_size] * block_size + positions % block_size
+    if slots.min() < 0:
+        raise ValueError("a step is to compute tokens before the window of a group of layers, where no block is")
     num_blocks = -(-int(seq_lens.max()) // block_size)
     block_tables = table.blocks[:, rows, :num_blocks]
-    # A reused row has its last owner's blocks beyond its own.
-    block_tables[np.arange(num_blocks) >= table.num_blocks[:, rows][:, :, None]] = 0
+    # A reused row has its last owner's blocks beyond its own, and where no block is, any number will do.
+    block_tables[(np.arange(num_blocks) >= table.num_blocks[:, rows][:, :, None]) | (block_tables == NO_BLOCK)] = 0
     samples = np.array([step.samples for step in steps], bool)
     sample_rows = query_start[1:][samples] - 1
     if any(step.num_scored for step in steps):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from headrace.config.model_files import open_model
 from tests.engine_runs import run, tokens
 from tests.parity.test_same_tokens_tiny import engine, requests
 from tests.small_models import Family, write_random_model
@@ -18,6 +19,8 @@ MODELS: dict[str, tuple[Family, dict[str, object]]] = {
     "window and full": ("gemma3", {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}),
     "window and experts": ("mixtral", {"sliding_window": 19, "num_local_experts": 4}),
 }
+SMALLEST_CACHE = {"gemma3": 56, "mixtral": 40}
+"""Tokens of every layer that are as much memory as one request of 80 needs."""
 Tokens = dict[tuple[str, int], list[int]]
 REQUESTS = requests()[::2] + requests()[1::6]
 
@@ -45,7 +48,7 @@ def test_together_cached_and_in_chunks_gives_the_same_tokens(model: Path, alone:
 
 
 def test_constant_preemption_gives_the_same_tokens(model: Path, alone: Tokens) -> None:
-    core = engine(model, 80, max_model_len=80, max_num_batched_tokens=64)
+    core = engine(model, SMALLEST_CACHE[open_model(model).config.family], max_model_len=80, max_num_batched_tokens=16)
     sequences = run(core, REQUESTS)
     assert tokens(sequences) == alone
     assert sum(s.num_preemptions for s in sequences.values()) >= 5

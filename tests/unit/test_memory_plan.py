@@ -136,10 +136,45 @@ def test_without_chunked_prefill_a_step_holds_a_whole_prompt():
         plan(enable_chunked_prefill=False, max_num_batched_tokens=1024, max_model_len=4096)
 
 
-def test_layers_with_a_window_that_keep_all_their_tokens_are_told():
-    windowed = msgspec.structs.replace(SMOLLM2, sliding_window=512, sliding_layers=(True, True, False) * 10)
-    assert "20 of 30 layers see 512 tokens only; the KV cache keeps all" in plan(config=windowed).notes[-1]
-    assert not plan(config=windowed, max_model_len=512).notes
+def windowed(*kinds: bool, window: int = 512) -> ModelConfig:
+    """Layers with a window of 512 where True, of the shape of SMOLLM2's."""
+    return msgspec.structs.replace(SMOLLM2, num_layers=len(kinds), sliding_window=window, sliding_layers=kinds)
+
+
+def test_with_windows_more_tokens_fit_the_same_memory():
+    """Of 8192 tokens 20 of the 30 layers keep 512, those of a step, and what blocks of 32 add: (512 + 256 + 30) // 32
+    + 1 blocks each of two groups of ten layers, where a group that sees everything takes 256."""
+    held = 256 + 2 * 25
+    result = plan(config=windowed(*(True, True, False) * 10))
+    assert result.kv_cache_bytes == result.num_blocks * BLOCK // 3 == 4 * GIB // (BLOCK // 3) * BLOCK // 3
+    assert result.kv_cache_tokens == result.num_blocks * 8192 // held
+    assert result.kv_cache_tokens / plan().kv_cache_tokens == pytest.approx(3 * 256 / held, rel=1e-3)
+    assert result.notes == ()
+
+
+def test_a_window_longer_than_what_is_served_saves_nothing_and_costs_nothing():
+    far = plan(config=windowed(*(True, False) * 15, window=8192))
+    assert far.kv_cache_tokens // 32 == plan().kv_cache_tokens // 32
+
+
+def test_the_longest_request_is_bounded_by_the_layers_that_see_everything():
+    long_model = msgspec.structs.replace(windowed(*(True, False) * 15), max_position_embeddings=131_072)
+    result = plan(config=long_model, max_model_len=131_072, kv_cache_memory_bytes=(4096 + 25) * BLOCK // 2)
+    assert (result.num_blocks, result.max_concurrency) == (4121, 1.0)
+    with pytest.raises(ConfigError, match=rf"Use --kv-cache-memory-bytes {(4096 + 25) * BLOCK // 2}\."):
+        plan(config=long_model, max_model_len=131_072, kv_cache_memory_bytes=(4096 + 24) * BLOCK // 2)
+    shorter = plan(config=long_model, kv_cache_memory_bytes=(2048 + 25) * BLOCK // 2)
+    assert shorter.max_model_len == 2048 * 32
+    only_windows = msgspec.structs.replace(windowed(*(True,) * 30), max_position_embeddings=131_072)
+    assert plan(config=only_windows, kv_cache_memory_bytes=25 * BLOCK).max_model_len == 131_072
+
+
+def test_a_cache_without_a_block_for_every_group_is_refused_with_one_that_has_them():
+    model = windowed(*(True, True, False) * 10)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes (\d+) or more") as error:
+        plan(config=model, kv_cache_memory_bytes=2 * BLOCK // 3)
+    enough = int(str(error.value).split("Use --kv-cache-memory-bytes ")[1].split()[0])
+    assert plan(config=model, kv_cache_memory_bytes=enough).num_blocks == 3 * 16
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

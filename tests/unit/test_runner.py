@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from headrace.config.errors import ConfigError  # noqa: E402
 from headrace.config.model_files import open_model  # noqa: E402
 from headrace.config.settings import EngineSettings  # noqa: E402
-from headrace.engine.plan import NewSequence, Plan, SequenceStep  # noqa: E402
+from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, SequenceStep  # noqa: E402
 from headrace.kernels.ops import InvalidLogits  # noqa: E402
 from headrace.kernels.reference import ReferenceKernels  # noqa: E402
 from headrace.protocol.ipc import SamplingParams  # noqa: E402
@@ -134,6 +134,17 @@ def test_every_group_of_layers_has_block_tables_of_its_own() -> None:
     batch = build_batch(table, rows, steps, BLOCK_SIZE)
     assert batch.block_tables.tolist() == [[[4, 5]], [[7, 1]]]
     assert batch.slot_mapping.tolist() == [[19, 20, 21], [31, 4, 5]]
+
+
+def test_where_a_window_has_no_block_a_batch_has_any_number_and_nothing_is_computed() -> None:
+    table = SequenceTable(num_groups=2)
+    table.add(sequence(1, range(10)))
+    rows = np.array([table.row(1)])
+    table.append_blocks(rows[0], ((4, 5, 6), (NO_BLOCK, 7, 1)))
+    batch = build_batch(table, rows, (SequenceStep(1, 8, 2, ((), ()), True),), BLOCK_SIZE)
+    assert batch.block_tables.tolist() == [[[4, 5, 6]], [[0, 7, 1]]]
+    with pytest.raises(ValueError, match="before the window"):
+        build_batch(table, rows, (SequenceStep(1, 3, 7, ((), ()), True),), BLOCK_SIZE)
 
 
 def test_dropped_sequences_are_forgotten_also_by_a_plan_without_steps(runner: Runner) -> None:

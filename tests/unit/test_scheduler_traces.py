@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.config.kv_blocks import KVBlocks
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler, SchedulerSettings
 from tests.paged_oracle import Engine, expected_tokens
@@ -52,19 +52,28 @@ arrivals = st.builds(
 )
 
 
+WINDOWS = st.one_of(
+    st.just((None,)),
+    st.lists(st.one_of(st.none(), st.sampled_from([1, 2, 5, 8, 17])), min_size=1, max_size=3).map(tuple),
+)
+
+
 @st.composite
 def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
-    """Caches from just large enough for the largest request alone (50 tokens) to roomy."""
+    """Caches from just large enough for the largest request alone (50 tokens) to roomy; one group of layers to three,
+    with windows and without."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
-    num_groups = draw(st.sampled_from([1, 1, 2, 3]))
     chunked = draw(st.booleans())
+    max_num_batched_tokens = draw(st.integers(1, 64)) if chunked else draw(st.integers(36, 64))
+    windows = draw(WINDOWS)
+    least = KVBlocks(windows, block_size, max_num_batched_tokens).most_held(50)
     return SchedulerSettings(
         max_num_seqs=draw(st.integers(1, 8)),
-        max_num_batched_tokens=draw(st.integers(1, 64)) if chunked else draw(st.integers(36, 64)),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=draw(st.sampled_from([50, 1000])),
-        num_blocks=math.ceil(50 / block_size) * num_groups + draw(st.sampled_from([0, 1, 3, 40])),
+        num_blocks=least + draw(st.sampled_from([0, 1, 3, 40])),
         block_size=block_size,
-        num_groups=num_groups,
+        windows=windows,
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
@@ -150,15 +159,17 @@ def test_no_step_exceeds_its_budgets(config: SchedulerSettings, trace: list[Arri
     st.lists(arrivals, min_size=2, max_size=8),
     st.sampled_from(["fcfs", "priority"]),
     st.sampled_from([1, 4]),
+    WINDOWS,
     st.integers(0, 40),
 )
 def test_a_cache_for_one_request_only_still_serves_them_all(
-    trace: list[Arrival], policy: str, block_size: int, fail_at: int
+    trace: list[Arrival], policy: str, block_size: int, windows: tuple[int | None, ...], fail_at: int
 ) -> None:
     """The smallest cache, everybody at once, and one step that fails on the way."""
     config = SchedulerSettings(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=50, num_blocks=math.ceil(50 / block_size),
-        block_size=block_size, policy=policy,  # type: ignore[arg-type]
+        max_num_seqs=8, max_num_batched_tokens=20, max_model_len=50,
+        num_blocks=KVBlocks(windows, block_size, 20).most_held(50),
+        block_size=block_size, windows=windows, policy=policy,  # type: ignore[arg-type]
     )  # fmt: skip
     engine = Engine(Scheduler(config, now=lambda: 10.0))
     for i, arrival in enumerate(trace):
