@@ -19,7 +19,7 @@ from gguf.quants import dequantize  # noqa: E402
 
 from headrace.config.model_files import ModelFiles, open_model  # noqa: E402
 from headrace.engine.plan import NewSequence, Plan, SequenceStep  # noqa: E402
-from headrace.kernels.reference import ReferenceKernels  # noqa: E402
+from headrace.kernels.native import NativeKernels  # noqa: E402
 from headrace.protocol.ipc import SamplingParams  # noqa: E402
 from headrace.runtime.runner import Runner  # noqa: E402
 from headrace.text.tokenizer import Tokenizer  # noqa: E402
@@ -81,7 +81,7 @@ def prompts(files: ModelFiles) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def answers(files: ModelFiles, prompts: list[list[int]]) -> list[list[int]]:
     """48 greedy tokens for each prompt: all in one batch, prompts in one step, then 47 steps of one token each."""
-    runner = Runner(files, ReferenceKernels())
+    runner = Runner(files, NativeKernels("float32", 2))
     runner.load(max_positions=512)
     blocks_each = -(-(max(map(len, prompts)) + NUM_TOKENS) // BLOCK_SIZE)
     runner.allocate_kv_cache(len(prompts) * blocks_each, BLOCK_SIZE)

