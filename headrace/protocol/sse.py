@@ -14,6 +14,8 @@ import msgspec
 from headrace.protocol.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which every reader of events skips."""
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

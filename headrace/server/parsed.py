@@ -16,6 +16,7 @@ async def parsed(
     """The deltas with their parts. A choice that may make one call, and has, is stopped in the engine."""
     parsers = [AnswerParser(reading) for _ in range(num_choices)]
     num_open = num_choices
+    begun: set[int] = set()
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             if delta.prompt_logprobs is not None:
@@ -25,6 +26,10 @@ async def parsed(
             if parser.is_over:
                 continue
             found = parser.add(delta)
+            if found is None and delta.index not in begun:
+                # The client learns that the answer has begun, also while all of it is held back.
+                found = Delta(delta.index, "", (), cached_tokens=delta.cached_tokens, parts=())
+            begun.add(delta.index)
             if parser.is_over and delta.finish_reason is None:
                 engine.abort(request_id, delta.index, "stop")
             if found is not None:

@@ -7,7 +7,7 @@ cancelled, which stops the request in the engine within one step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -21,6 +21,9 @@ from headrace.protocol.sampling import SamplingFields, StreamOptions
 from headrace.server import http
 from headrace.server.http import ClientGone, Exchange
 from headrace.text.choice import joined
+
+PING_S = 15.0
+"""A stream that is silent for so long gets a sign of life: proxies and clients give up on one that is not."""
 
 
 class Answer(Protocol):
@@ -89,14 +92,23 @@ async def reply(
 ) -> None:
     """Answers the exchange. Raises ApiError only while nothing has been sent, ClientGone when the client left."""
     sending = _stream(exchange, deltas, answer, tally, options) if stream else _whole(exchange, deltas, answer, tally)
+    await watched(exchange, sending, sse.KEEP_ALIVE)
+
+
+async def watched(exchange: Exchange, sending: Coroutine[Any, Any, None], ping: bytes) -> None:
+    """Do the sending while the client is there. Raises what it raises, ClientGone when the client left.
+
+    `ping` is written into a stream that has been silent for `PING_S`, as long as it lasts.
+    """
     work = asyncio.create_task(sending)
     watch = asyncio.create_task(exchange.disconnected())
     try:
         finished: set[asyncio.Task[None]] = set()
         while not finished and not exchange.is_stalled:
-            finished, _ = await asyncio.wait(
-                {work, watch}, timeout=http.WRITE_STALL_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            patience_s = min(PING_S, http.WRITE_STALL_S)
+            finished, _ = await asyncio.wait({work, watch}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not finished and exchange.is_silent(PING_S):
+                await exchange.write(ping)
         if not work.done():
             raise ClientGone
         work.result()
