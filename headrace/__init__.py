@@ -7,7 +7,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_IN_PROCESS = ("LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams")
+_IN_PROCESS = (
+    "LLM",
+    "CompletionOutput",
+    "GuidedDecodingParams",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+)
 
 
 def __getattr__(name: str) -> Any:

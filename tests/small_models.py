@@ -43,6 +43,25 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def write_bundled_tokenizer(folder: Path) -> tuple[int, int]:
+    """The bundled model's tokenizer as tokenizer.json; its size and end token."""
+    from headrace.config.gguf_format import read_gguf
+    from headrace.text.gguf_vocabulary import backend_from_gguf
+
+    path = bundled_gguf()
+    backend, _ = backend_from_gguf(path, read_gguf(path))
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return backend.get_vocab_size(with_added_tokens=True), backend.token_to_id("<|im_end|>")
+
+
 Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3"]
 _CLASSES: dict[Family, tuple[str, str]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),

@@ -13,7 +13,9 @@ from headrace.config.kv_blocks import KVBlocks
 from headrace.config.settings import SCORED_ROWS_PER_STEP
 from headrace.protocol.ipc import AddRequest
 
-RefusalCode = Literal["invalid_request", "context_length_exceeded", "kv_cache_too_small", "queue_full"]
+RefusalCode = Literal[
+    "invalid_request", "invalid_grammar", "context_length_exceeded", "kv_cache_too_small", "queue_full"
+]
 
 _LARGEST_TOKEN_ID = 2**31 - 1
 
@@ -60,6 +62,8 @@ class Refusal:
 
     code: RefusalCode
     message: str
+    param: str | None = None
+    """The field of the request that is at fault, where that is known."""
 
 
 def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:

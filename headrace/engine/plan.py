@@ -66,11 +66,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens a sequence got from one step (one, until speculation exists), with log-probabilities if asked."""
+    """Tokens a sequence got from one step (one, until speculation exists), with log-probabilities if asked.
+
+    `complete`: its grammar allows nothing after them. `dead_end` says why its grammar leaves no token at all; then
+    there is none here either.
+    """
 
     seq_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    complete: bool = False
+    dead_end: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,20 +35,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from typing import Literal
 
+from headrace.engine.accept import accept_tokens, unreported
 from headrace.engine.admission import Refusal, SchedulerSettings, refusal
 from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.kv_cache import KVCache, Prefix
 from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, Sampled, SequenceStep, StepResult
 from headrace.engine.ranking import Ranking
-from headrace.engine.repetition import repeats
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepLoad, StepTimeModel
-from headrace.protocol.ipc import AddRequest, FinishReason, SequenceOutput, StepStats, TokenLogprobs
+from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
@@ -97,6 +97,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + sum(len(request.held) for request in self._requests.values())
+
+    def knows(self, request_id: str) -> bool:
+        """A sequence of the request waits or runs."""
+        return request_id in self._requests
 
     def add(self, message: AddRequest) -> Refusal | None:
         """Queue a request, or say why it is refused. Sequences 1..n-1 follow once the first has its prompt."""
@@ -357,7 +361,7 @@ class Scheduler:
                 continue
             seq.num_computed_tokens = step.start + step.num_tokens
             self.kv_cache.publish(seq)
-            prompt_logprobs = _unreported(seq.request, step, scored) if step.num_scored else None
+            prompt_logprobs = unreported(seq.request, step, scored) if step.num_scored else None
             if seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self._release_forks(seq.request)
             if step.samples:
@@ -372,35 +376,22 @@ class Scheduler:
         return outputs
 
     def _accept(self, seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
-        request, params = seq.request, seq.request.params
+        request = seq.request
         first = seq.num_generated_tokens == 0
-        finish_reason: FinishReason | None = None
-        stop_token_id = None
-        num_accepted = 0
         seq.num_pending_tokens -= 1
-        for token_id in sampled.token_ids:
-            seq.token_ids.append(token_id)
-            num_accepted += 1
-            if token_id in params.stop_token_ids and seq.num_generated_tokens > params.min_tokens:
-                finish_reason, stop_token_id = "stop", token_id
-                break
-            if seq.num_generated_tokens >= request.max_new_tokens:
-                finish_reason = "length"
-                break
-            rule = params.repetition_detection if seq.num_generated_tokens >= params.min_tokens else None
-            if rule is not None and repeats(seq.token_ids, seq.num_prompt_tokens, rule):
-                finish_reason = "repetition"
-                break
-        if finish_reason is not None:
+        accepted = accept_tokens(seq, sampled)
+        if accepted.finish_reason is not None:
             self._end(seq)
         return SequenceOutput(
             request_id=request.message.request_id,
             index=seq.index,
-            token_ids=list(sampled.token_ids[:num_accepted]),
-            logprobs=None if sampled.logprobs is None else list(sampled.logprobs[:num_accepted]),
+            token_ids=list(sampled.token_ids[: accepted.num_tokens]),
+            logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
             prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
+            finish_reason=accepted.finish_reason,
+            stop_token_id=accepted.stop_token_id,
+            error=sampled.dead_end,
+            error_code="grammar_dead_end" if sampled.dead_end is not None else "engine_error",
             num_cached_tokens=request.num_cached_tokens if first else 0,
             queue_s=(seq.queue_s or 0.0) if first else 0.0,
             num_preemptions=seq.num_preemptions,
@@ -495,17 +486,6 @@ class Scheduler:
 def _arrival(seq: Sequence) -> int:
     """The order of arrival of its request."""
     return seq.rank[2]
-
-
-def _unreported(
-    request: Request, step: SequenceStep, scored: Mapping[int, tuple[TokenLogprobs, ...]]
-) -> list[TokenLogprobs]:
-    """What the step scored and nobody had before: a preemption has rows scored twice. RuntimeError if it is missing."""
-    if len(scored.get(step.seq_id, ())) != step.num_scored:
-        raise RuntimeError(f"a step gave no log-probabilities of the prompt of sequence {step.seq_id}, which scores it")
-    fresh = list(scored[step.seq_id][max(0, request.num_scored_tokens - step.start) :])
-    request.num_scored_tokens += len(fresh)
-    return fresh
 
 
 def _turn(seq: Sequence) -> tuple[int, bool, int, Rank]:

@@ -73,8 +73,8 @@ class TokenLists:
 class SamplingRows:
     """How to choose one token in each of R rows. An optional part is None when no row needs it.
 
-    Applied in this order to float32 logits: allowed tokens (a row that lists none allows all), forbidden tokens,
-    repetition penalty (each token of `seen` once),
+    Applied in this order to float32 logits: the mask, allowed tokens (a row that lists none allows all), forbidden
+    tokens, repetition penalty (each token of `seen` once),
     frequency and presence penalties (`generated` with its counts), logit bias, then temperature, top-k, top-p,
     min-p and the draw. A row with temperature 0 takes the largest logit, lowest token id first. `uniforms` in
     [0, 1) select by inverse distribution function. A row whose `given` is not -1 chooses nothing: that token is its
@@ -94,6 +94,8 @@ class SamplingRows:
     logit_bias: TokenLists | None = None
     forbidden: TokenLists | None = None
     allowed: TokenLists | None = None
+    mask: NDArray[np.uint32] | None = None  # [R, ceil(vocab / 32)], bit t % 32 of word t // 32: token t may be chosen
+    masked: NDArray[np.uint8] | None = None  # [R], 0 = the row's mask is not looked at; None: every row's is
     given: Int32 | None = None  # [R], -1 = choose
     scored: TokenLists | None = None
     """Tokens whose log-probabilities are wanted besides; needs `num_logprobs`."""

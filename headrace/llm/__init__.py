@@ -5,5 +5,14 @@ from __future__ import annotations
 from headrace.llm.engine import LLM
 from headrace.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.llm.params import SamplingParams
+from headrace.llm.structured import GuidedDecodingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "GuidedDecodingParams",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -229,6 +229,7 @@ class LLM:
             prompt_tokens=len(whole),
             fresh_seed=self._seeds.getrandbits(63),
             bad_words=bad_words,
+            special_tokens=self._tokenizer.special_token_ids,
         )
         return Job(text, whole, asked, params, text_rules(fields), priority)
 
@@ -268,6 +269,12 @@ class LLM:
                 if not open_requests:
                     break
                 step = core.step()
+                if refusals := core.take_refused():
+                    request_id, refused = refusals[0]
+                    raise ValueError(f"prompt {places[request_id]}: {refused.message}")
+                if step is None and core.awaits_grammars:
+                    core.wait_for_grammar()
+                    continue
                 if step is None:
                     raise RuntimeError("requests wait and none can be scheduled: this is a fault of the scheduler")
                 for output in step.outputs:

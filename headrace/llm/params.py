@@ -6,19 +6,21 @@ to vLLM is meant: what is left out takes the model author's default (generation_
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
+from headrace.llm.structured import GuidedDecodingParams, StructuredOutputsParams
 from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
 from headrace.protocol.sampling import ModelLimits, SamplingFields, sampling_params, text_rules
+from headrace.protocol.structured_output import asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words
 
 _ANY_MODEL = ModelLimits(max_model_len=2**31, vocab_size=2**31, eos_token_ids=(), max_logprobs=2**31)
-_UNBUILT = ("structured_outputs", "guided_decoding", "logits_processors")
+_UNBUILT = ("logits_processors",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,10 @@ class SamplingParams:
     """False leaves `text` empty."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    structured_outputs: object = None
-    guided_decoding: object = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = None
+    """What the text must match."""
+    guided_decoding: GuidedDecodingParams | Mapping[str, object] | None = None
+    """The same under its older name."""
     logits_processors: object = None
 
     def __post_init__(self) -> None:
@@ -76,7 +80,13 @@ class SamplingParams:
 
     def fields(self) -> SamplingFields:
         """The same as the fields of a request."""
-        own = {name: value for name, value in dataclasses.asdict(self).items() if name in _SHARED and value is not None}
+        own = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ValueError("SamplingParams: structured_outputs and guided_decoding mean the same, give one.")
+            own["structured_outputs"] = self.guided_decoding
+        if isinstance(structured := own.get("structured_outputs"), StructuredOutputsParams | GuidedDecodingParams):
+            own["structured_outputs"] = structured.field()
         try:
             return msgspec.convert(own, SamplingFields, str_keys=False)
         except msgspec.ValidationError as error:
@@ -91,8 +101,9 @@ class SamplingParams:
         prompt_tokens: int,
         fresh_seed: int,
         bad_words: WordTokens = (),
+        special_tokens: Mapping[str, int] = MappingProxyType({}),
     ) -> ipc.SamplingParams:
-        """For one prompt. Raises ApiError."""
+        """For one prompt; `special_tokens` are the tokenizer's. Raises ApiError."""
         logprobs = self.logprobs
         if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= limits.max_logprobs):
             raise ApiError(400, f"`logprobs` must be between 0 and {limits.max_logprobs}, but it is {logprobs}.")
@@ -108,6 +119,7 @@ class SamplingParams:
             fresh_seed=lambda: fresh_seed,
             logprobs=logprobs,
             bad_words=bad_words,
+            grammar=asked_grammar(fields, special_tokens),
         )
 
 

@@ -9,7 +9,7 @@ Blanks are bounded here, by a pattern that the grammar library applies once wher
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from headrace.protocol import errors
 from headrace.protocol.ipc import GrammarSpec
 
-BLANKS = r" |\r?\n[ \t]{0,20}"
+BLANKS = r" |\n(?: {0,16}|\t{0,6})"
 """Between the tokens of JSON: nothing, one space, or a new line with its indentation."""
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_SCHEMA_DEPTH = 96
@@ -66,43 +66,86 @@ def tagged_grammar(
     the text ends with it. Without `free_text` there is nothing but tags, `separator` between them. `special_tokens`
     (text to id) are found in what is literal and demanded as the tokens that they are. Raises ApiError (400).
     """
-    special = special_tokens or {}
+    rules = LarkRules(field, special_tokens or {}, blanks)
+    bodies = [(tag.begin, rules.join(rules.json(tag.schema), rules.literal(tag.end))) for tag in tags]
     if free_text:
-        left = [tag.begin for tag in tags if not tag.begin.startswith(tuple(triggers))]
-        if left:
-            message = f"the tag of `{field}` that begins {errors.quoted(left[0])} begins with none of the triggers."
-            raise errors.invalid_value(field, message)
-    rules, calls = [], []
-    for place, trigger in enumerate(triggers if free_text else [""]):
-        own = [tag for tag in tags if tag.begin.startswith(trigger)]
-        if not own:
-            raise errors.invalid_value(field, f"no tag of `{field}` begins with the trigger {errors.quoted(trigger)}.")
-        call = f"call_{place}"
-        calls.append(call)
-        head = ""
-        if free_text:
-            first, *rest = _pieces(trigger, special)
-            opening = f"TEXT {_piece(first, special)}"
-            if first not in special:
-                rules.append(f"head_{place}[lazy]: {opening}")
-                opening = f"head_{place}"
-            head = " ".join([opening, *(_piece(piece, special) for piece in rest)])
-        rules.append(f"{call}: {head} ({' | '.join(f'tag_{place}_{n}' for n in range(len(own)))})")
-        for n, tag in enumerate(own):
-            begin, end = _literal(tag.begin[len(trigger) :], special), _literal(tag.end, special)
-            rules.append(f"tag_{place}_{n}: {begin} %json {schema_text(tag.schema, field, blanks)} {end}")
-    call = f"({' | '.join(calls)})"
-    several = f"{call} ({_literal(separator, special)} {call})*"
-    match free_text, at_most_one:
-        case True, False:
-            start = f"{call}{'+' if at_least_one else '*'} text"
-        case True, True:
-            start = call if at_least_one else f"{call} | text"
-        case _:
-            some = call if at_most_one else several
-            start = some if at_least_one else f"({some})?"
-    free = ["text: TEXT", r"TEXT: /(.|\n)*/"] if free_text else []
-    return lark_grammar("\n".join(["%llguidance {}", f"start: {start}", *free, *rules]), field, after=after)
+        start = rules.triggered(bodies, triggers, at_least_one=at_least_one, at_most_one=at_most_one)
+    else:
+        start = rules.separated(bodies, separator, at_least_one=at_least_one, at_most_one=at_most_one)
+    return lark_grammar(rules.grammar(start), field, after=after)
+
+
+class LarkRules:
+    """Writes a grammar: each method gives an expression, and keeps the rules that it refers to."""
+
+    def __init__(self, field: str, special_tokens: Mapping[str, int], blanks: str = BLANKS) -> None:
+        self._field = field
+        self._special = special_tokens
+        self._blanks = blanks
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", r"TEXT: /(.|\n)*/", *self._rules])
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """A rule's name. One that is `lazy` ends where it first can."""
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def join(self, *expressions: str) -> str:
+        return " ".join(expression for expression in expressions if expression)
+
+    def either(self, expressions: Iterable[str]) -> str:
+        return "(" + " | ".join(expression or '""' for expression in expressions) + ")"
+
+    def text(self) -> str:
+        """Any text. Nothing but tags may follow: text would swallow what else is to come."""
+        return self.rule("TEXT")
+
+    def text_until(self, end: str) -> str:
+        """Any text up to `end`, and `end`."""
+        first, *rest = _pieces(end, self._special)
+        start = f"TEXT {_piece(first, self._special)}"
+        opening = start if first in self._special else self.rule(start, lazy=True)
+        return self.join(opening, *(_piece(piece, self._special) for piece in rest))
+
+    def json(self, schema: object) -> str:
+        return self.rule("%json " + schema_text(schema, self._field, self._blanks))
+
+    def literal(self, text: str) -> str:
+        return " ".join(_piece(piece, self._special) for piece in _pieces(text, self._special))
+
+    def triggered(
+        self, tags: Sequence[tuple[str, str]], triggers: Sequence[str], *, at_least_one: bool, at_most_one: bool
+    ) -> str:
+        """Free text; what begins like a trigger goes on as a tag (its beginning, then an expression)."""
+        stray = [begin for begin, _ in tags if not begin.startswith(tuple(triggers))]
+        if stray or not tags:
+            found = f"{errors.quoted(stray[0])} begins with none of them" if stray else "there are no tags"
+            raise errors.invalid_value(self._field, f"`{self._field}` has triggers, but {found}.")
+        calls = []
+        for trigger in triggers:
+            own = [(begin[len(trigger) :], rest) for begin, rest in tags if begin.startswith(trigger)]
+            if not trigger or not own:
+                message = f"the trigger {errors.quoted(trigger)} of `{self._field}` begins none of the tags."
+                raise errors.invalid_value(self._field, message)
+            ends = self.either(self.join(self.literal(begin), rest) for begin, rest in own)
+            calls.append(self.rule(self.join(self.text_until(trigger), ends)))
+        call = self.either(calls)
+        if not at_most_one:
+            return f"{call}{'+' if at_least_one else '*'} {self.text()}"
+        return call if at_least_one else f"({call} | {self.text()})"
+
+    def separated(
+        self, tags: Sequence[tuple[str, str]], separator: str, *, at_least_one: bool, at_most_one: bool
+    ) -> str:
+        """Nothing but tags, with `separator` between them."""
+        if not tags:
+            raise errors.invalid_value(self._field, f"`{self._field}` has no tags.")
+        tag = self.either(self.join(self.literal(begin), rest) for begin, rest in tags)
+        some = tag if at_most_one else f"{tag} ({self.join(self.literal(separator), tag)})*"
+        return some if at_least_one else f"({some})?"
 
 
 def lark_grammar(text: str, field: str, *, after: Sequence[int] = ()) -> GrammarSpec:
@@ -119,9 +162,7 @@ def schema_text(schema: object, field: str, blanks: str = BLANKS) -> str:
         raise errors.invalid_value(field, f"`{field}` is the schema false, which no JSON satisfies.")
     if not isinstance(schema, Mapping):
         raise errors.invalid_value(field, f"`{field}` must be a JSON Schema: an object, or true for any JSON.")
-    if _depth(schema) > MAX_SCHEMA_DEPTH:
-        message = f"the schema in `{field}` is nested more than {MAX_SCHEMA_DEPTH} levels deep."
-        raise errors.invalid_value(field, message)
+    check_depth(schema, field)
     options = {"whitespace_pattern": blanks} if blanks else {"whitespace_flexible": False}
     text = _encode({**schema, _OPTIONS: options}).decode()
     check_size(text, field)
@@ -132,6 +173,13 @@ def check_size(text: str, field: str) -> None:
     """Raises ApiError (400) for a grammar that is too long to be tried."""
     if len(text) > MAX_GRAMMAR_CHARS:
         message = f"`{field}` has {len(text):,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed."
+        raise errors.invalid_value(field, message)
+
+
+def check_depth(value: object, field: str) -> None:
+    """Raises ApiError (400) for what is nested too deeply to be worked on."""
+    if _depth(value) > MAX_SCHEMA_DEPTH:
+        message = f"`{field}` is nested more than {MAX_SCHEMA_DEPTH} levels deep."
         raise errors.invalid_value(field, message)
 
 
@@ -149,11 +197,6 @@ def _depth(value: object) -> int:
                 inner += item
         level = [item for item in inner if isinstance(item, Mapping | list | tuple)]
     return deepest
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """The text as terms of a rule; "" for no text."""
-    return " ".join(_piece(piece, special) for piece in _pieces(text, special))
 
 
 def _pieces(text: str, special: Mapping[str, int]) -> list[str]:

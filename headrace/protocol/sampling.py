@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -31,6 +32,9 @@ DEFAULT_MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 4096
 SEED_MASK = 2**63 - 1
+
+AnySchema = bool | str | dict[str, Any]
+"""A JSON Schema, or its text."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     repetition_detection: RepetitionFields | None = None
+    # What the answer must match: one of these (structured_output.py).
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: AnySchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_schema: AnySchema | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None

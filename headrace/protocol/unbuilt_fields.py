@@ -43,9 +43,6 @@ class Unbuilt:
 
 
 _PLAIN = Unbuilt()
-_STRUCTURED = Unbuilt(advice="Structured output is a feature to come.")
-_SCHEMA = Unbuilt(_only(), _STRUCTURED.advice)
-"""The schema {} allows every JSON value, and asks for JSON."""
 _CHAT_ONLY = "It works on /v1/chat/completions."
 _FUNCTIONS = "Send `tools` and `tool_choice`, which took its place."
 _ZERO = Unbuilt(_one_of(0))
@@ -53,25 +50,13 @@ _WITHOUT_EFFECT_ALONE = Unbuilt(_anything)
 """Only tunes another field of this table, which is refused itself."""
 
 UNBUILT: Mapping[str, Unbuilt] = {
-    # Tools and structured output.
+    # Tools.
     "functions": Unbuilt(advice=_FUNCTIONS),
     "function_call": Unbuilt(_one_of("none", "auto"), _FUNCTIONS),
     "tools": Unbuilt(advice=_CHAT_ONLY),
     "tool_choice": Unbuilt(_one_of("none", "auto"), _CHAT_ONLY),
     "parallel_tool_calls": _WITHOUT_EFFECT_ALONE,
-    "response_format": Unbuilt(_one_of({"type": "text"}), _STRUCTURED.advice),
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _SCHEMA,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "structural_tag": _STRUCTURED,
     "guided_decoding_backend": _WITHOUT_EFFECT_ALONE,
-    "guided_whitespace_pattern": _WITHOUT_EFFECT_ALONE,
-    "regex": _STRUCTURED,
-    "ebnf": _STRUCTURED,
-    "grammar": _STRUCTURED,
-    "json_schema": _SCHEMA,
     # Sampling.
     "use_beam_search": Unbuilt(advice="Draw several answers with `n` or `best_of` and a `temperature`, or take 0."),
     "length_penalty": Unbuilt(_one_of(1), "It belongs to beam search."),

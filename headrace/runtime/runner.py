@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config.model_files import ModelFiles
-from headrace.engine.plan import Plan, Sampled, Scored, SequenceStep, StepResult
+from headrace.engine.plan import NewSequence, Plan, Sampled, Scored, SequenceStep, StepResult
 from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
 from headrace.models import Model, build_model
-from headrace.protocol.ipc import TokenLogprobs
+from headrace.protocol.ipc import GrammarSpec, TokenLogprobs
 from headrace.runtime.batch import build_batch
+from headrace.runtime.grammar import Grammar, GrammarState
+from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.sampling import SequenceSampling, listed_logprobs, sampling_rows, token_logprobs
 from headrace.runtime.table import SequenceTable
 from headrace.weights.checkpoint import Checkpoint, Progress
@@ -36,7 +38,14 @@ class BrokenSequences(Exception):
 class Runner:
     """First `load`, then `allocate_kv_cache`, then `execute` as often as wanted."""
 
-    def __init__(self, files: ModelFiles, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        kernels: Kernels,
+        find_grammar: Callable[[GrammarSpec], Grammar | None] = lambda spec: None,
+    ) -> None:
+        """`find_grammar` gives what is compiled; whoever plans a sequence has seen to it that its grammar is."""
+        self._find_grammar = find_grammar
         self.files = files
         self.kernels = kernels
         self._model: Model | None = None
@@ -77,7 +86,7 @@ class Runner:
         for seq_id in plan.dropped:
             table.drop(seq_id)
         for sequence in plan.new:
-            table.add(sequence)
+            table.add(sequence, self._grammar_state(sequence))
         known = [step.seq_id for step in plan.steps if step.seq_id in table]
         rows_before = np.array([table.row(seq_id) for seq_id in known], np.int64)
         blocks_before = table.num_blocks[:, rows_before]
@@ -126,25 +135,51 @@ class Runner:
             tokens += [table.tokens[row, :0]] * step.num_scored
             owners += [step.seq_id] * step.num_scored
             given += table.tokens[row, step.start + 1 : step.start + 1 + step.num_scored].tolist()
-        wanted = sampling_rows(states, tokens, self.files.config.vocab_size, given)
+        masks = step_mask(states, tokens, self.files.config.vocab_size)
+        wanted = sampling_rows(states, tokens, self.files.config.vocab_size, given, masks.mask, masks.masked)
         try:
             chosen = self.kernels.sample(logits, wanted)
         except InvalidLogits as error:
             raise BrokenSequences(list(dict.fromkeys(owners[row] for row in error.rows))) from error
         reports = [_report(chosen, row, state, wanted.scored) for row, state in enumerate(states)]
         count = len(choosing)
+        token_ids = chosen.token_ids[:count]
+        if len(rows):
+            table.append_tokens(rows, token_ids)
         sampled = tuple(
-            Sampled(seq_id, (int(token_id),), None if report is None else (report,))
-            for seq_id, token_id, report in zip(owners[:count], chosen.token_ids[:count], reports[:count], strict=True)
+            Sampled(owners[i], (), dead_end=masks.dead_ends[i])
+            if i in masks.dead_ends
+            else Sampled(
+                owners[i],
+                (int(token_ids[i]),),
+                None if (report := reports[i]) is None else (report,),
+                complete=self._complete(rows[i]),
+            )
+            for i in range(count)
         )
         scored = []
         for step in scoring:
             own = reports[count : count + step.num_scored]
             scored.append(Scored(step.seq_id, tuple(report for report in own if report is not None)))
             count += step.num_scored
-        if sampled:
-            table.append_tokens(rows, chosen.token_ids[: len(sampled)])
         return sampled, tuple(scored)
+
+    def _complete(self, row: int) -> bool:
+        """Whether the sequence's grammar allows nothing after the tokens it has now."""
+        state = _state(self._table, row)
+        if state.grammar is None:
+            return False
+        tokens = self._table.tokens[row, : self._table.num_tokens[row]]
+        return state.grammar.is_complete(tokens[state.num_prompt_tokens :])
+
+    def _grammar_state(self, sequence: NewSequence) -> GrammarState | None:
+        spec = sequence.params.grammar
+        if spec is None:
+            return None
+        grammar = self._find_grammar(spec)
+        if grammar is None:
+            raise RuntimeError("a sequence was planned whose grammar is not compiled")
+        return grammar.start()
 
 
 def _state(table: SequenceTable, row: int) -> SequenceSampling:

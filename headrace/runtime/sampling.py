@@ -20,29 +20,35 @@ from numpy.typing import NDArray
 from headrace.engine.plan import NewSequence
 from headrace.kernels.ops import Float32, Int32, SampledRows, SamplingRows, TokenLists
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
+from headrace.runtime.grammar import GrammarState
 from headrace.runtime.token_rules import TokenRules
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
+Rules = Sequence[TokenRules | None]
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
-    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `rules` None: any token may come."""
+    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `rules` None: any token may come,
+    as far as the `grammar` allows it."""
 
     params: SamplingParams
     num_prompt_tokens: int
     stream: int
     plain: bool
     rules: TokenRules | None = None
+    grammar: GrammarState | None = None
 
     @classmethod
-    def of(cls, sequence: NewSequence) -> SequenceSampling:
+    def of(cls, sequence: NewSequence, grammar: GrammarState | None = None) -> SequenceSampling:
         params = sequence.params
         ruled = bool(params.bad_words) or params.allowed_token_ids is not None or params.min_tokens > 0
         ruled = ruled or params.thinking is not None
         plain = (
             not ruled
+            and grammar is None
             and params.temperature == 0
             and params.repetition_penalty == 1
             and params.frequency_penalty == 0
@@ -51,7 +57,8 @@ class SequenceSampling:
             and params.logprobs is None
         )
         stream = random_stream(params.seed, sequence.index)
-        return cls(params, sequence.num_prompt_tokens, stream, plain, TokenRules.of(params) if ruled else None)
+        rules = TokenRules.of(params) if ruled else None
+        return cls(params, sequence.num_prompt_tokens, stream, plain, rules, grammar)
 
     @classmethod
     def scoring(cls, num_logprobs: int) -> SequenceSampling:
@@ -82,13 +89,16 @@ def sampling_rows(
     tokens: Sequence[NDArray[np.int32]],
     vocab_size: int,
     given: Sequence[int] = (),
+    mask: NDArray[np.uint32] | None = None,
+    masked: NDArray[np.uint8] | None = None,
 ) -> SamplingRows:
     """`tokens[i]` are all tokens of the sequence of `states[i]` so far. `given` are the tokens of the last rows,
-    which only score them."""
+    which only score them. `mask` and `masked` are of all rows; what is masked is by its rules too."""
     if all(state.plain for state in states):
         nothing = np.zeros(len(states), np.float32)
         return SamplingRows(temperature=nothing, uniforms=nothing)
     params = [state.params for state in states]
+    rules = [None if masked is not None and masked[row] else state.rules for row, state in enumerate(states)]
     temperature = np.array([p.temperature for p in params], np.float32)
     random = temperature.any()
     draws = uniforms([s.stream for s in states], [len(t) for t in tokens]) if random else np.zeros_like(temperature)
@@ -109,8 +119,10 @@ def sampling_rows(
         seen=_counted(seen),
         generated=_counted(generated),
         logit_bias=_weighted([p.logit_bias or {} for p in params]),
-        forbidden=_forbidden(states, tokens, vocab_size),
-        allowed=_allowed(states, tokens),
+        forbidden=_forbidden(rules, states, tokens, vocab_size),
+        allowed=_allowed(rules, states, tokens),
+        mask=mask,
+        masked=masked,
         given=_given(len(states) - len(given), given),
         scored=_scored(params),
         num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
@@ -144,21 +156,23 @@ def listed_logprobs(sampled: SampledRows, row: int, scored: TokenLists) -> Token
 
 
 def _forbidden(
-    states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+    rules: Rules, states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]], vocab_size: int
 ) -> TokenLists | None:
-    if not any(s.rules is not None and s.rules.forbids for s in states):
+    if not any(rule is not None and rule.forbids for rule in rules):
         return None
     lists = [
-        s.rules.forbidden(t[s.num_prompt_tokens :], vocab_size) if s.rules is not None else t[:0]
-        for s, t in zip(states, tokens, strict=True)
+        rule.forbidden(t[s.num_prompt_tokens :], vocab_size) if rule is not None else t[:0]
+        for rule, s, t in zip(rules, states, tokens, strict=True)
     ]
     return _counted(lists)
 
 
-def _allowed(states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]]) -> TokenLists | None:
+def _allowed(
+    rules: Rules, states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]]
+) -> TokenLists | None:
     only = [
-        s.rules.only(t[s.num_prompt_tokens :]) if s.rules is not None else None
-        for s, t in zip(states, tokens, strict=True)
+        rule.only(t[s.num_prompt_tokens :]) if rule is not None else None
+        for rule, s, t in zip(rules, states, tokens, strict=True)
     ]
     if all(one is None for one in only):
         return None

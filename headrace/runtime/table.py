@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.plan import NewSequence
+from headrace.runtime.grammar import GrammarState
 from headrace.runtime.sampling import SequenceSampling
 
 FIRST_ROWS = 16
@@ -45,7 +46,7 @@ class SequenceTable:
         except KeyError:
             raise KeyError(f"sequence {seq_id} is not in the runtime's table of {len(self)}") from None
 
-    def add(self, sequence: NewSequence) -> None:
+    def add(self, sequence: NewSequence, grammar: GrammarState | None = None) -> None:
         """Give the sequence a row. One that is there already starts afresh."""
         self.drop(sequence.seq_id)
         if not self._free:
@@ -57,7 +58,7 @@ class SequenceTable:
         self.tokens[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
         self.num_blocks[:, row] = 0
-        self.sampling[row] = SequenceSampling.of(sequence)
+        self.sampling[row] = SequenceSampling.of(sequence, grammar)
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence; one that is not there (its first step failed) is no error."""

@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.protocol import errors, openai_chat
 from headrace.protocol.answers import AnswerHead, Delta
 from headrace.protocol.openai_chat import ChatAnswer, ChatFields
 from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.protocol.structured_output import asked_grammar
 from headrace.protocol.tools import ToolRequest, tool_request
 from headrace.server.best_of import best_choices
 from headrace.server.chat_format import ChatFormat
@@ -98,12 +101,14 @@ async def begin_chat(
     token_ids = serving.truncated(prompt.token_ids, sampling, max_tokens or 1)
     if shortens_answer and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, limits.max_model_len - len(token_ids)))
-    grammar = None
+    grammar = asked_grammar(sampling, serving.tokenizer.special_token_ids)
+    after = format.closing_ids if prompt.is_thinking else ()
+    if grammar is not None and after:
+        grammar = msgspec.structs.replace(grammar, after_token_ids=after)
     if tools.tools and reading.tools is not None:
         marks = {mark: serving.tokenizer.added_token_id(mark) for mark in reading.tools.marks}
         special = {mark: token_id for mark, token_id in marks.items() if token_id is not None}
-        after = format.closing_ids if prompt.is_thinking else ()
-        grammar = tool_grammar(tools, reading.tools, special_tokens=special, after=after)
+        grammar = tool_grammar(tools, reading.tools, special_tokens=special, after=after) or grammar
     params = sampling_params(
         sampling,
         serving.sampling_defaults,

@@ -166,7 +166,7 @@ class EngineClient:
                 self._send(stream)
             while (output := await stream.next()) is not None:
                 if output.finish_reason == "error":
-                    raise errors.engine_error(output.error or "The engine failed on this request.")
+                    raise errors.failed(output.error_code, output.error)
                 yield output
         finally:
             self._forget(request_id, stream)
@@ -265,7 +265,7 @@ class EngineClient:
                 self._heartbeat.beat()
                 if (stream := self._streams.get(request_id)) is not None:
                     self.metrics.refused(message.code)
-                    stream.refuse(_refusal(message))
+                    stream.refuse(errors.refused(message.code, message.message, message.param))
                     self._send_due()
             case ipc.PrefixCacheReset(num_blocks=num_blocks):
                 if self._resets:
@@ -377,9 +377,3 @@ class EngineClient:
                 logger.error("The engine is stuck (%.1f s without a step): it is killed.", beat.silent_s)
                 core.kill()
                 beat.beat()
-
-
-def _refusal(refused: ipc.Refused) -> ApiError:
-    if refused.code == "queue_full":
-        return errors.queue_full(refused.message)
-    return ApiError(400, refused.message, code=refused.code)

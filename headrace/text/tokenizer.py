@@ -67,6 +67,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_token_ids: dict[str, int] = {self._added[token_id]: token_id for token_id in sorted(self._special)}
+        """Of the tokens that are left out of text: by what they are written as."""
         self._bytes: dict[int, bytes] = {}
         self.special_tokens: dict[str, str] = source.special_tokens
         """The special tokens by role (bos_token, eos_token, unk_token, pad_token), as a chat template wants them."""

@@ -288,8 +288,8 @@ async def test_messages_that_cannot_be_used_are_refused_by_place(messages: objec
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_schema"}),
-        ("guided_json", {"type": "object"}),
+        ("guided_json", "{"),
+        ("guided_choice", [""]),
         ("best_of", 0),
         ("bad_words", [""]),
         ("allowed_token_ids", []),

@@ -197,7 +197,8 @@ def test_what_is_left_out_takes_the_model_authors_default(model: Path, llm: LLM)
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "min_count"),
         ({"repetition_detection": {"most": 3}}, "most"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs is not supported yet"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one of json, regex"),
+        ({"structured_outputs": {"jason": {}}}, "jason"),
     ],
 )
 def test_sampling_params_are_checked_where_they_are_written(fields: dict, said: str) -> None:

@@ -55,6 +55,8 @@ def sample(device: int, logits: Float32, rows: SamplingRows) -> SampledRows:
         allowed=lists(rows.allowed),
         scored=lists(rows.scored),
         given=given(rows.given, np.int32),
+        mask=given(rows.mask, np.uint32),
+        masked=given(rows.masked, np.uint8),
         num_logprobs=-1,
         token_ids=token_ids_at,
         broken=broken_at,

@@ -47,16 +47,20 @@ def sample(logits: Tensor, rows: SamplingRows) -> SampledRows:
 
 
 def _adjusted(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The logits after allowed and forbidden tokens, penalties and biases; the same tensor when no row has any."""
+    """The logits after the mask, allowed and forbidden tokens, penalties and biases; the same tensor when no row has
+    any."""
     device = logits.device
-    lists = (rows.allowed, rows.forbidden, rows.seen, rows.generated, rows.logit_bias)
-    if all(part is None for part in lists):
+    parts = (rows.mask, rows.allowed, rows.forbidden, rows.seen, rows.generated, rows.logit_bias)
+    if all(part is None for part in parts):
         return logits
     scores = logits.clone()
+    if rows.mask is not None:
+        _apply_mask(scores, rows.mask, rows.masked)
     if rows.allowed is not None:
         row, token, _ = _pairs(rows.allowed, device)
+        values = scores[row, token]
         scores[torch.unique(row)] = -torch.inf
-        scores[row, token] = logits[row, token]
+        scores[row, token] = values
     if rows.forbidden is not None:
         row, token, _ = _pairs(rows.forbidden, device)
         scores[row, token] = -torch.inf
@@ -75,6 +79,15 @@ def _adjusted(logits: Tensor, rows: SamplingRows) -> Tensor:
         row, token, bias = _pairs(rows.logit_bias, device)
         scores[row, token] += bias
     return scores
+
+
+def _apply_mask(scores: Tensor, mask: np.ndarray, masked: np.ndarray | None) -> None:
+    """Every token whose bit is not set gets -inf, in the rows that are masked."""
+    rows = np.arange(len(mask)) if masked is None else np.flatnonzero(masked)
+    bits = np.unpackbits(np.ascontiguousarray(mask[rows]).view(np.uint8), axis=1, bitorder="little")
+    barred = torch.from_numpy(bits[:, : scores.shape[1]] == 0).to(scores.device)
+    index = torch.from_numpy(rows).to(scores.device)
+    scores[index] = scores[index].masked_fill(barred, -torch.inf)
 
 
 def _pairs(lists: TokenLists, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

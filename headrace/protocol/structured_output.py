@@ -1,0 +1,263 @@
+"""The request fields that say what an answer must match, in everybody's spelling, and the one grammar they mean.
+
+    response_format      OpenAI's: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}
+    structured_outputs   vLLM's now: {"json": ...}, {"regex": ...}, {"choice": [...]}, {"grammar": ...} ...
+    guided_json ...      vLLM's before
+    json_schema, grammar, regex, ebnf   llama.cpp's and SGLang's
+
+Two fields that ask for something contradict each other, even if they ask for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.protocol import errors
+from headrace.protocol.grammar_text import BLANKS, check_depth, check_size, json_schema_grammar
+from headrace.protocol.ipc import GrammarSpec
+from headrace.protocol.sampling import AnySchema, SamplingFields
+from headrace.protocol.structural_tag import structural_tag_grammar
+
+MAX_CHOICES = 20_000
+
+T = TypeVar("T")
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"json_": "json"}
+):
+    """The field `structured_outputs`: one of the first six, and how JSON is to be written."""
+
+    json_: AnySchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    """Compact JSON."""
+    disable_additional_properties: bool | None = None
+    """Objects have the properties that the schema names and no others."""
+    whitespace_pattern: str | None = None
+    """A regular expression for what may stand between the tokens of JSON."""
+    disable_fallback: bool | None = None
+    """No effect: there is one backend."""
+
+
+class ResponseFormatSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`json_schema` of the field `response_format`; `strict` or not, the answer matches."""
+
+    schema: AnySchema | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The field `response_format`; `schema` beside the type is llama.cpp's spelling."""
+
+    type: str
+    json_schema: ResponseFormatSchema | None = None
+    schema: AnySchema | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
+
+
+def asked_grammar(fields: SamplingFields, special_tokens: Mapping[str, int]) -> GrammarSpec | None:
+    """What the answer must match; None for anything. Raises ApiError (400), naming the field at fault.
+
+    `special_tokens` (text to id) are looked for in structural tags.
+    """
+    asked = {name: spec for name, spec in _asked(fields, special_tokens) if spec is not None}
+    if len(asked) > 1:
+        names = " and ".join(f"`{name}`" for name in asked)
+        message = f"{names} each say what the answer must match; send one of them."
+        raise errors.invalid_value(list(asked)[1], message)
+    if fields.guided_whitespace_pattern is not None and fields.guided_json is None:
+        message = "`guided_whitespace_pattern` has an effect only together with `guided_json`."
+        raise errors.invalid_value("guided_whitespace_pattern", message)
+    return next(iter(asked.values()), None)
+
+
+def _asked(fields: SamplingFields, special: Mapping[str, int]) -> Iterator[tuple[str, GrammarSpec | None]]:
+    if fields.response_format:
+        yield "response_format", _of_response_format(fields.response_format, special)
+    if fields.structured_outputs:
+        yield "structured_outputs", _of_structured_outputs(fields.structured_outputs, special)
+    if fields.guided_json is not None:
+        blanks = _checked_blanks("guided_whitespace_pattern", fields.guided_whitespace_pattern)
+        yield "guided_json", _schema(fields.guided_json, "guided_json", blanks)
+    if fields.json_schema is not None:
+        yield "json_schema", _schema(fields.json_schema, "json_schema")
+    if fields.guided_choice:
+        yield "guided_choice", choice_grammar(fields.guided_choice, "guided_choice")
+    if fields.guided_regex:
+        yield "guided_regex", _text("regex", fields.guided_regex, "guided_regex")
+    if fields.regex:
+        yield "regex", _text("regex", fields.regex, "regex")
+    if fields.guided_grammar:
+        yield "guided_grammar", _text("grammar", fields.guided_grammar, "guided_grammar")
+    if fields.grammar:
+        yield "grammar", _text("grammar", fields.grammar, "grammar")
+    if fields.ebnf:
+        yield "ebnf", _text("grammar", fields.ebnf, "ebnf")
+    if fields.structural_tag:
+        yield "structural_tag", _tags(fields.structural_tag, "structural_tag", special)
+
+
+def _of_response_format(value: dict[str, Any], special: Mapping[str, int]) -> GrammarSpec | None:
+    path = "response_format"
+    format = _read(value, ResponseFormat, path)
+    if format.type not in _FITTING:
+        guess = errors.nearest(format.type, _FITTING)
+        hint = f" Did you mean `{guess}`?" if guess else ""
+        message = f"`{path}.type` is {errors.quoted(format.type)}; known are {', '.join(_FITTING)}.{hint}"
+        raise errors.invalid_value(f"{path}.type", message)
+    for name in ("json_schema", "schema", "structures", "triggers", "format"):
+        if name not in _FITTING[format.type] and getattr(format, name) is not None:
+            message = f"`{path}.{name}` has no effect with the type {errors.quoted(format.type)}."
+            raise errors.invalid_value(f"{path}.{name}", message)
+    match format.type:
+        case "text":
+            return None
+        case "structural_tag":
+            return structural_tag_grammar(value, path, special)
+        case "json_object":
+            return _object(format.schema, path if format.schema is None else f"{path}.schema")
+    wrapped = format.json_schema
+    schema = format.schema if wrapped is None else wrapped.schema
+    if schema is None:
+        raise errors.missing_field(f"{path}.json_schema.schema", "it says what the answer must match.")
+    return _schema(schema, f"{path}.schema" if wrapped is None else f"{path}.json_schema.schema")
+
+
+_FITTING: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema", "schema"),
+    "structural_tag": ("structures", "triggers", "format"),
+}
+"""The types of `response_format`, and what each of them takes."""
+
+
+def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int]) -> GrammarSpec:
+    path = "structured_outputs"
+    asked = _read({name: item for name, item in value.items() if not name.startswith("_")}, StructuredOutputs, path)
+    blanks = _checked_blanks(f"{path}.whitespace_pattern", asked.whitespace_pattern)
+    if asked.disable_any_whitespace:
+        if asked.whitespace_pattern:
+            message = f"`{path}` has both `whitespace_pattern` and `disable_any_whitespace`; send one of them."
+            raise errors.invalid_value(f"{path}.whitespace_pattern", message)
+        blanks = ""
+    given = [name for name in _KINDS if _asks(name, asked)]
+    if len(given) != 1:
+        found = f"it has {' and '.join(f'`{name}`' for name in given)}" if given else "it has none"
+        raise errors.invalid_value(path, f"`{path}` must have exactly one of {', '.join(_KINDS)}, but {found}.")
+    field = f"{path}.{given[0]}"
+    if asked.json_ is not None:
+        schema = schema_of(asked.json_, field)
+        check_depth(schema, field)
+        closed = _closed(schema) if asked.disable_additional_properties else schema
+        return json_schema_grammar(closed, field, blanks=blanks)
+    if asked.regex:
+        return _text("regex", asked.regex, field)
+    if asked.choice:
+        return choice_grammar(asked.choice, field)
+    if asked.grammar:
+        return _text("grammar", asked.grammar, field)
+    if asked.structural_tag:
+        return _tags(asked.structural_tag, field, special)
+    return _object(None, field, blanks)
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _asks(name: str, asked: StructuredOutputs) -> bool:
+    """An empty text or list asks for nothing; the schema {} asks for JSON."""
+    return asked.json_ is not None if name == "json" else bool(getattr(asked, name))
+
+
+def _read(value: object, type: type[T], path: str) -> T:
+    try:
+        return msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$")
+        field = path + place.rstrip("`")
+        raise errors.invalid_value(field, f"`{field}` is not valid: {problem}.") from None
+
+
+def schema_of(schema: AnySchema, field: str) -> object:
+    """A schema, or its text, as a schema. Raises ApiError (400)."""
+    if not isinstance(schema, str):
+        return schema
+    check_size(schema, field)
+    try:
+        return msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise errors.invalid_value(field, f"`{field}` is a string that is not JSON: {error}") from None
+
+
+def _schema(schema: AnySchema, field: str, blanks: str = BLANKS) -> GrammarSpec:
+    return json_schema_grammar(schema_of(schema, field), field, blanks=blanks)
+
+
+def _object(schema: AnySchema | None, field: str, blanks: str = BLANKS) -> GrammarSpec:
+    """Any JSON object; with a schema one that it allows."""
+    read = {} if schema is None else schema_of(schema, field)
+    return json_schema_grammar({"type": "object", **read} if isinstance(read, Mapping) else read, field, blanks=blanks)
+
+
+def _text(kind: Any, text: str, field: str) -> GrammarSpec:
+    check_size(text, field)
+    return GrammarSpec(kind=kind, text=text, field=field)
+
+
+def choice_grammar(choice: Sequence[str], field: str) -> GrammarSpec:
+    """One of these texts. Raises ApiError (400)."""
+    if len(choice) > MAX_CHOICES:
+        message = f"`{field}` has {len(choice):,} texts; at most {MAX_CHOICES:,} are allowed."
+        raise errors.invalid_value(field, message)
+    if not any(choice):
+        raise errors.invalid_value(field, f"`{field}` must have a text that is not empty.")
+    return _text("choice", msgspec.json.encode(list(dict.fromkeys(choice))).decode(), field)
+
+
+def _tags(tag: str | dict[str, Any], field: str, special: Mapping[str, int]) -> GrammarSpec:
+    read = schema_of(tag, field)
+    if not isinstance(read, Mapping):
+        raise errors.invalid_value(field, f"`{field}` must be an object.")
+    return structural_tag_grammar(read, field, special)
+
+
+def _checked_blanks(field: str, pattern: str | None) -> str:
+    if pattern is None:
+        return BLANKS
+    if len(pattern) > 1024:
+        raise errors.invalid_value(field, f"`{field}` has {len(pattern):,} characters; at most 1,024 are allowed.")
+    return pattern
+
+
+def _closed(schema: object) -> object:
+    """The schema with `additionalProperties` false in every object of named properties that does not say."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed: dict[str, object] = {}
+    for keyword, value in schema.items():
+        if keyword in _OF_SCHEMAS and isinstance(value, Mapping):
+            closed[keyword] = {name: _closed(item) for name, item in value.items()}
+        else:
+            closed[keyword] = value if keyword in ("const", "enum", "default", "examples") else _closed(value)
+    if "properties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has schemas by names."""
