@@ -25,7 +25,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def load(model: Path, **changes) -> EngineCore:
-    values = {"model": str(model), "dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 2 << 20}
+    values = {"model": str(model), "kernels": "reference", "dtype": "float32", "threads": 1}
+    values["kv_cache_memory_bytes"] = 2 << 20
     return EngineCore(EngineSettings(**{**values, **changes}))
 
 

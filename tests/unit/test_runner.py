@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -234,18 +236,56 @@ def test_loading_reports_progress_up_to_the_total(model_path: Path) -> None:
     assert heard == sorted(heard) and len(heard) == 3 and heard[-1] == (files.total_bytes, files.total_bytes)
 
 
-def test_the_dtype_is_the_checkpoints_where_the_cpu_can_and_float32_elsewhere(
+def test_the_references_dtype_is_the_checkpoints_where_the_cpu_can_and_float32_elsewhere(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.kernels.reference import kernels as reference
 
     config = open_model(model_path, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}).config
-    settings = EngineSettings(model=str(model_path), device="cpu", threads=torch.get_num_threads())
+    settings = EngineSettings(model=str(model_path), device="cpu", kernels="reference", threads=torch.get_num_threads())
     for native, expected in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(reference, "multiplies_natively", lambda dtype, n=native: n or dtype == "float32")
         assert devices.choose_kernels(settings, config).dtype == expected
-    asked = EngineSettings(model=str(model_path), device="cpu", dtype="float16", threads=torch.get_num_threads())
+    asked = msgspec.structs.replace(settings, dtype="float16")
     assert devices.choose_kernels(asked, config).dtype == "float16"
+
+
+def test_a_cpu_runs_the_native_kernels_in_the_checkpoints_dtype(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    config = open_model(model_path, {"torch_dtype": "float16", "dtype": "float16"}).config
+    kernels = devices.choose_kernels(EngineSettings(model=str(model_path), threads=1), config)
+    assert (kernels.name, kernels.device, kernels.dtype, kernels.threads) == ("native", "cpu", "float16", 1)
+    asked = EngineSettings(model=str(model_path), dtype="float32", threads=2)
+    assert devices.choose_kernels(asked, config).dtype == "float32"
+
+
+def test_without_the_native_kernels_the_reference_serves_and_says_so(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from headrace.kernels.native import library
+
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    monkeypatch.setattr(library, "PATH", model_path / "libheadrace.so")
+    library.load.cache_clear()
+    library.variants.cache_clear()
+    try:
+        config = open_model(model_path).config
+        settings = EngineSettings(model=str(model_path), threads=torch.get_num_threads())
+        assert devices.choose_kernels(settings, config).name == "reference"
+        assert "the CPU kernels were not built when headrace was installed" in caplog.text
+        assert "many times slower" in caplog.text
+        with pytest.raises(ConfigError, match=r"--kernels native cannot work: .*apt-get install g\+\+"):
+            devices.choose_kernels(msgspec.structs.replace(settings, kernels="native"), config)
+        monkeypatch.setitem(sys.modules, "headrace.kernels.reference", None)
+        with pytest.raises(
+            ConfigError, match=r"were not built .*Without them torch is needed .*headrace\[engine,torch\]"
+        ):
+            devices.choose_kernels(settings, config)
+    finally:
+        library.load.cache_clear()
+        library.variants.cache_clear()
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_flag_that_works(
