@@ -9,8 +9,10 @@ once, and after the first content there is no second attempt. If all fail, the c
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
+from collections.abc import Sequence
 
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.breaker import Breaker
@@ -75,7 +77,9 @@ class Attempts:
     async def _at(self, attempt: Attempt, before: UpstreamFailure | None, is_last: bool) -> UpstreamFailure | None:
         """Ask one upstream, again where that may help. None = answered; else why not."""
         upstream = attempt.upstream
-        replicas = self.state.balancer.order(upstream.name, len(upstream.base_urls), self.request.affinity)
+        replicas: Sequence[int] = (0,)
+        if len(upstream.replicas) > 1:
+            replicas = self.state.balancer.order(upstream.name, len(upstream.replicas), self.request.affinity())
         failure = before
         num_tries = 0
         for number in range(max(upstream.max_retries + 1, len(replicas))):
@@ -116,7 +120,9 @@ class Attempts:
         progress, upstream = self.progress, attempt.upstream
         progress.attempt = attempt
         progress.num_attempts += 1
-        self.state.balancer.began(upstream.name, replica)
+        balancer = self.state.balancer if len(upstream.replicas) > 1 else None
+        if balancer is not None:
+            balancer.began(upstream.name, replica)
         verdict: bool | None = None
         first_s: float | None = None
         try:
@@ -133,7 +139,8 @@ class Attempts:
                 verdict = True  # it works, the request was wrong
             raise
         finally:
-            self.state.balancer.ended(upstream.name, replica, first_s)
+            if balancer is not None:
+                balancer.ended(upstream.name, replica, first_s)
             if verdict is None:
                 breaker.released()
             elif verdict:
@@ -161,7 +168,8 @@ class Attempts:
             )
         except ApiError as error:  # this upstream's dialect has no words for it; another's may
             raise UpstreamFailure(error, counts=False) from None
-        url = upstream.url(call.path, replica)
+        client = state.clients.of(upstream)
+        url = client.url(call.path, replica)
         if self.request.query and call.translation is None:
             url += "?" + self.request.query.decode("latin-1")
         delivery: Delivery | None = None
@@ -169,7 +177,7 @@ class Attempts:
         progress.reached = True
         try:
             with Deadline(upstream, self.exchange, stream=self.request.stream) as deadline:
-                answer = await state.clients.of(upstream).send("POST", url, call.headers, call.body)
+                answer = await client.send("POST", url, call.headers, call.body)
                 if not 200 <= answer.status < 300:
                     body = await answer.read_error()
                     if answer.status in (404, 405, 501) and self._has_no_responses(call.path, upstream.name, body):
@@ -239,5 +247,6 @@ def _wait_s(failure: UpstreamFailure | None) -> float:
     return failure.retry_after_s or 0.0 if failure is not None else 0.0
 
 
+@functools.lru_cache(maxsize=500)
 def _header_value(text: str) -> bytes:
     return "".join(c if " " <= c <= "~" else "?" for c in text).encode()

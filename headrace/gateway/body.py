@@ -90,6 +90,35 @@ def _spans(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int,
     The walk knows each value from the parser, so it needs no look inside. A second `model` makes the text differ
     from what the parser kept (one value per key, the last), which the walk meets as a mismatch.
     """
+    return _spans_as_usual(text, raws) or _spans_of_any(text, raws)
+
+
+def _spans_as_usual(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]] | None:
+    """For text as libraries write it: no blank, or one after each `:` and `,`. None where it is another."""
+    spans: dict[str, tuple[int, int]] = {}
+    size = len(text)
+    end = 0
+    for name, raw in raws.items():
+        start = end + 1
+        if start < size and text[start] == 0x20:
+            start += 1
+        key = b'"%s":' % name.encode()
+        if not text.startswith(key, start):
+            return None
+        start += len(key)
+        if text[start] == 0x20:
+            start += 1
+        value = bytes(raw)
+        if not text.startswith(value, start):
+            return None
+        end = start + len(value)
+        spans[name] = (start, end)
+        if end >= size or text[end] != 0x2C:
+            break
+    return spans if len(spans) == len(raws) and text[end:] == b"}" and text[:1] == b"{" else None
+
+
+def _spans_of_any(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]]:
     spans: dict[str, tuple[int, int]] = {}
     position = text.index(b"{") + 1
     after = b","

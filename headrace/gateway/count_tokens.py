@@ -6,7 +6,6 @@ An estimate says so in the header `x-gateway-estimated`. Whatever happens here, 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import msgspec
 
@@ -31,7 +30,7 @@ async def count_tokens(
 ) -> None:
     """Raises ApiError for a model that does not exist or that the key may not use."""
     request = read(exchange, place, await exchange.body(snapshot.listen.max_body_bytes), record)
-    facts = dataclasses.replace(request.facts, endpoint="messages", max_tokens=None)
+    facts = msgspec.structs.replace(request.facts, endpoint="messages", max_tokens=None)
     route = decide(snapshot, facts)
     check_model(state, record, plan_of(snapshot, record), facts.model, route)
     first = route.attempts[0]

@@ -43,9 +43,26 @@ MAX_HELD_BYTES = 256 * 1024
 
 RawHeaders = headers.RawHeaders
 
-_decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+class _Top(msgspec.Struct):
+    """The outermost fields of an answer that matter here, as they stand in the text; empty where missing."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw = msgspec.Raw()
+    choices: msgspec.Raw = msgspec.Raw()
+    content: msgspec.Raw = msgspec.Raw()
+    output: msgspec.Raw = msgspec.Raw()
+    data: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw = msgspec.Raw()
+    object: msgspec.Raw = msgspec.Raw()
+
+
+_decode_top = msgspec.json.Decoder(_Top).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode = msgspec.json.Decoder().decode
+_NULL, _ERROR = msgspec.Raw(b"null"), msgspec.Raw(b'"error"')
+_TELLING = frozenset({"error", "object", "code", "type", "message"})
 
 
 class Delivery:
@@ -262,14 +279,13 @@ class Delivery:
     async def _whole(self, answer: UpstreamAnswer) -> None:
         body, top = await self._read_checked(answer)
         progress = self.progress
-        told = top.get("usage")
-        progress.usage = read_usage(self._value(told)) if told is not None else None
+        progress.usage = read_usage(self._value(top.usage)) if top.usage else None
         if self.call.translation is not None:
             try:
                 body, progress.usage, progress.is_estimate = self.call.translation.answer(body)
             except ApiError as error:
                 raise UpstreamFailure(error) from None
-        elif self.renames and "model" in top:
+        elif top.model and self.renames:
             body = Fields(body).changed({"model": self.model_shown})
         if progress.usage is None and self.request.endpoint.kind == "generate":
             inputs = self.request.facts.prompt_tokens
@@ -278,26 +294,27 @@ class Delivery:
         passed = headers.to_client(answer.raw_headers)
         await self.exchange.answer(answer.status, body, [*passed, *self.gateway_headers])
 
-    async def _read_checked(self, answer: UpstreamAnswer) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    async def _read_checked(self, answer: UpstreamAnswer) -> tuple[bytes, _Top]:
         try:
             body = await answer.read_whole()
         except BrokenAnswer:
             raise upstream_errors.truncated(self.upstream) from None
         return body, self._checked(body, answer)
 
-    def _checked(self, body: bytes, answer: UpstreamAnswer) -> dict[str, msgspec.Raw]:
+    def _checked(self, body: bytes, answer: UpstreamAnswer) -> _Top:
         """The outermost level of an answer that is what was asked for. Raises UpstreamFailure."""
         try:
             top = _decode_top(body)
         except (msgspec.MsgspecError, RecursionError):
             if self.request.endpoint.name in ("rerank", "score", "classify", "tokenize") and _is_list(body):
-                return {}  # some servers answer these with a bare list
+                return _Top()  # some servers answer these with a bare list
             described = upstream_errors.described(body, answer.headers)
             raise upstream_errors.invalid_response(self.upstream, f"{described} came with status 200") from None
-        telling = ("error", "object", "code", "type", "message") if "error" in top or "object" in top else ()
-        error = upstream_errors.error_in({name: self._value(top[name]) for name in telling if name in top})
-        if error:
-            raise upstream_errors.from_error_body(self.upstream, error)
+        if (top.error and top.error != _NULL) or top.object == _ERROR:
+            told = {n: self._value(raw) for n, raw in _decode_object(body).items() if n in _TELLING}
+            error = upstream_errors.error_in(told)
+            if error:
+                raise upstream_errors.from_error_body(self.upstream, error)
         lacks = self._lacks(top)
         if lacks is not None:
             raise upstream_errors.invalid_response(self.upstream, f"its answer has no `{lacks}`")
@@ -310,7 +327,7 @@ class Delivery:
         except (msgspec.MsgspecError, RecursionError):
             raise upstream_errors.invalid_response(self.upstream, "a part of its answer is not JSON") from None
 
-    def _lacks(self, top: dict[str, msgspec.Raw]) -> str | None:
+    def _lacks(self, top: _Top) -> str | None:
         name = self.request.endpoint.name
         if name in ("chat", "completions", "fim", "messages", "responses"):
             wanted = {"openai": "choices", "messages": "content", "responses": "output"}[self.call.wire]
@@ -318,9 +335,9 @@ class Delivery:
             wanted = "data"
         else:
             return None
-        value = top.get(wanted)
+        value: msgspec.Raw = getattr(top, wanted)
         try:
-            items = _decode_list(value) if value is not None else None
+            items = _decode_list(value) if value else None
         except msgspec.MsgspecError:
             items = None
         return wanted if items is None or (wanted == "choices" and not items) else None

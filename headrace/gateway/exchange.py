@@ -16,7 +16,7 @@ from headrace.gateway import error_forms, headers
 from headrace.gateway.paths import ErrorForm
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.http_connection import CLIENT_LEFT
+from headrace.protocol.http_connection import BODY, CLIENT_LEFT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -70,6 +70,8 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._last_write_s = 0.0
         self._writing_since_s: float | None = None
+        self._body: bytes | None = scope.get(BODY)
+        """Where it came along with the head."""
         self._receive = receive
         self._send = send
 
@@ -77,18 +79,17 @@ class Exchange:
 
     async def body(self, limit_bytes: int) -> bytes:
         """The whole body. Raises ApiError 413 or 408, ClientGone."""
+        if self._body is not None:
+            if len(self._body) > limit_bytes:
+                raise errors.request_too_large(limit_bytes)
+            return self._body
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit_bytes:
             await self._discard()
             raise errors.request_too_large(limit_bytes)
-        message = await self._next()
-        part: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            if len(part) > limit_bytes:
-                raise errors.request_too_large(limit_bytes)
-            return part
-        parts = [part]
-        size = len(part)
+        parts: list[bytes] = []
+        size = 0
+        message: Message = {"more_body": True}
         while message.get("more_body", False):
             message = await self._next()
             part = message.get("body", b"")

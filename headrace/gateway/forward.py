@@ -70,6 +70,8 @@ def plan_of(snapshot: Snapshot, record: KeyRecord) -> Plan | None:
 
 def check_model(state: GatewayState, record: KeyRecord, plan: Plan | None, asked: str | None, route: Route) -> None:
     """Raises ApiError (403) unless the key may use the model, by the name it asked for or by its own."""
+    if not record.models and (plan is None or not plan.models):
+        return
     if asked is not None and asked != route.model.name:
         try:
             state.keys.check_model(record, plan, asked)

@@ -31,15 +31,16 @@ class Rate:
         if units > self.limit:
             return None
         over = self._level(now_ns) + (units + self.reserved - self.limit) * PERIOD_NS
-        return max(0, -(-over // self.limit))
+        return -(-over // self.limit) if over > 0 else 0
 
     def take(self, units: int, now_ns: int) -> None:
         """Use units now, whether there is room or not."""
-        self._empty_at = max(self._empty_at, now_ns * self.limit) + units * PERIOD_NS
+        self._empty_at = now_ns * self.limit + self._level(now_ns) + units * PERIOD_NS
 
     def remaining(self, now_ns: int) -> int:
         """Units that fit now."""
-        return max(0, self.limit - self.reserved - -(-self._level(now_ns) // PERIOD_NS))
+        left = self.limit - self.reserved - -(-self._level(now_ns) // PERIOD_NS)
+        return left if left > 0 else 0
 
     def reset_ns(self, now_ns: int) -> int:
         """How long until all units fit again, if nothing more comes and reservations are used in full."""
@@ -52,4 +53,5 @@ class Rate:
         self._empty_at = now_ns * limit + level
 
     def _level(self, now_ns: int) -> int:
-        return max(0, self._empty_at - now_ns * self.limit)
+        level = self._empty_at - now_ns * self.limit
+        return level if level > 0 else 0

@@ -29,7 +29,7 @@ NEVER = frozenset(
 )
 """Refused even where the configuration names them as extra headers, except for the upstream's own authentication."""
 
-SESSION = (b"x-session-id", b"x-claude-code-session-id", b"session_id", b"session-id")
+SESSION = frozenset({b"x-session-id", b"x-claude-code-session-id", b"session_id", b"session-id"})
 
 EVENT_STREAM: RawHeaders = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -69,10 +69,8 @@ class KeyIndex:
         """
         sent = sent_key(headers, self.page)
         record = self._records.get(key_secrets.digest(self._pepper, sent.value))
-        refusal = self._refusal(record, sent.value, client_ip)
-        if refusal is not None:
-            raise refusal
-        assert record is not None
+        if record is None or not self._is_usable(record, client_ip):
+            raise self._refusal(record, sent.value, client_ip)
         if sent.conflicting:
             logger.warning("A request with key %s carries another key in another header; Bearer wins.", record.shown)
         return record
@@ -86,6 +84,8 @@ class KeyIndex:
 
     def warning_headers(self, record: KeyRecord) -> list[tuple[bytes, bytes]]:
         """What an answer says in the last seven days of a key; [] before that."""
+        if record.expires_at is None and record.secret_valid_until is None:
+            return []
         end = record.ends_at
         if end is None or end - self._now_s() > WARNING_S:
             return []
@@ -111,7 +111,14 @@ class KeyIndex:
             self._thread.join()
             self._thread = None
 
-    def _refusal(self, record: KeyRecord | None, value: str, client_ip: str | None) -> ApiError | None:
+    def _is_usable(self, record: KeyRecord, client_ip: str | None) -> bool:
+        if record.revoked_at is not None or (record.networks and not _is_within(client_ip, record)):
+            return False
+        if record.expires_at is None and record.secret_valid_until is None:
+            return True
+        return record.ends_at > self._now_s()  # type: ignore[operator]  # one of the two is set
+
+    def _refusal(self, record: KeyRecord | None, value: str, client_ip: str | None) -> ApiError:
         now_s = self._now_s()
         text = hint(value, key_secrets.PREFIX, KEY_CHARS)
         if record is None:
@@ -122,9 +129,7 @@ class KeyIndex:
             return access_errors.key_expired(record.expires_at, self.page)
         if record.secret_valid_until is not None and record.secret_valid_until <= now_s:
             return access_errors.key_replaced(record.secret_valid_until, self.page)
-        if record.networks and not _is_within(client_ip, record):
-            return access_errors.ip_not_allowed(client_ip)
-        return None
+        return access_errors.ip_not_allowed(client_ip)
 
     def _follow(self) -> None:
         while not self._stop.wait(self._poll_s):

@@ -30,9 +30,9 @@ from headrace.protocol.errors import ApiError
 
 KINDS = ("requests", "tokens")
 PARTS = ("limit", "remaining", "reset")
-HEADER_NAMES: Mapping[Dialect, Sequence[tuple[str, ...]]] = {
-    "openai": [tuple(f"x-ratelimit-{part}-{kind}" for part in PARTS) for kind in KINDS],
-    "anthropic": [tuple(f"anthropic-ratelimit-{kind}-{part}" for part in PARTS) for kind in KINDS],
+HEADER_NAMES: Mapping[Dialect, Sequence[tuple[bytes, ...]]] = {
+    "openai": [tuple(f"x-ratelimit-{part}-{kind}".encode() for part in PARTS) for kind in KINDS],
+    "anthropic": [tuple(f"anthropic-ratelimit-{kind}-{part}".encode() for part in PARTS) for kind in KINDS],
 }
 
 
@@ -57,12 +57,14 @@ class _Now(NamedTuple):
 class _Meter:
     """All that is counted of one key."""
 
-    __slots__ = ("in_flight", "key_limits", "owners", "plan_limits", "spending")
+    __slots__ = ("in_flight", "key_limits", "owners", "plan_limits", "requests", "spending", "tokens")
 
     def __init__(self, spending: Spending) -> None:
         self.in_flight = 0
         self.spending = spending
         self.owners: list[_Owner] = []
+        self.requests: tuple[Rate, ...] = ()
+        self.tokens: tuple[Rate, ...] = ()
         self.key_limits = self.plan_limits = NO_LIMITS  # those that `owners` stands for
 
 
@@ -110,22 +112,19 @@ class Limiter:
         if self._elsewhere:
             self._book_elsewhere(day_number(now_s))
         meter = self._meter(record, plan, now_ns)
-        tokens = max(0, estimated_tokens)
-        micros = max(0, estimated_micros)
+        tokens = estimated_tokens if estimated_tokens > 0 else 0
+        micros = estimated_micros if estimated_micros > 0 else 0
         if meter.owners:
             refusal = self._refusal(meter, tokens, micros, _Now(now_ns, now_s, dialect))
             if refusal is not None:
                 raise refusal
-        for owner in meter.owners:
-            if owner.requests is not None:
-                owner.requests.take(1, now_ns)
-            if owner.tokens is not None:
-                owner.tokens.reserved += tokens
+        for rate in meter.requests:
+            rate.take(1, now_ns)
+        for rate in meter.tokens:
+            rate.reserved += tokens
         meter.in_flight += 1
         meter.spending.reserved += micros
-        return Lease(
-            self, meter, tuple(o.tokens for o in meter.owners if o.tokens is not None), tokens, micros, dialect
-        )
+        return Lease(self, meter, tokens, micros, dialect)
 
     def spent_elsewhere(self, key_id: str, micros: int) -> None:
         """Another process has spent this on the key. May be called from any thread; it counts at the next request."""
@@ -166,6 +165,8 @@ class Limiter:
         if [(owner.of, owner.limits) for owner in meter.owners] != wanted:
             known = {owner.of: owner for owner in meter.owners}
             meter.owners = [_with_limits(known.get(of) or _Owner(of, limits), limits, now_ns) for of, limits in wanted]
+            meter.requests = tuple([owner.requests for owner in meter.owners if owner.requests is not None])
+            meter.tokens = tuple([owner.tokens for owner in meter.owners if owner.tokens is not None])
         return meter
 
     def _refusal(self, meter: _Meter, tokens: int, micros: int, now: _Now) -> ApiError | None:
@@ -173,9 +174,10 @@ class Limiter:
         found: list[tuple[float, ApiError]] = []
         for owner in meter.owners:
             limits, of = owner.limits, owner.of
-            budget = _budget_refusal(owner, meter, micros, now)
-            if budget is not None:
-                found.append(budget)
+            if limits.budget_micros is not None and micros:
+                budget = _budget_refusal(owner, meter, limits.budget_micros, micros, now)
+                if budget is not None:
+                    found.append(budget)
             if owner.requests is not None:
                 wait_ns = owner.requests.wait_ns(1, now.ns)
                 if wait_ns:
@@ -188,7 +190,7 @@ class Limiter:
                         f"This {of} allows {limits.tpm} tokens a minute, and this request alone may use {tokens} "
                         "(prompt and `max_tokens`). Lower `max_tokens` or shorten the prompt."
                     )
-                    refusal = access_errors.rate_limit_exceeded(message, None, _headers(meter, now))
+                    refusal = access_errors.rate_limit_exceeded(message, None, _text_headers(meter, now))
                     found.append((float("inf"), refusal))
                 elif wait_ns:
                     message = (
@@ -198,7 +200,7 @@ class Limiter:
                     found.append(_rate_refusal(message, wait_ns, meter, now))
             if limits.concurrency is not None and meter.in_flight >= limits.concurrency:
                 message = f"This {of} allows {limits.concurrency} requests at a time, and as many are running."
-                found.append((0.0, access_errors.concurrency_exceeded(message, _headers(meter, now))))
+                found.append((0.0, access_errors.concurrency_exceeded(message, _text_headers(meter, now))))
         return max(found, key=lambda each: each[0])[1] if found else None
 
 
@@ -207,13 +209,11 @@ class Lease:
 
     __slots__ = ("_dialect", "_limiter", "_meter", "_micros", "_rates", "_released", "_settled", "_tokens")
 
-    def __init__(
-        self, limiter: Limiter, meter: _Meter, rates: tuple[Rate, ...], tokens: int, micros: int, dialect: Dialect
-    ) -> None:
+    def __init__(self, limiter: Limiter, meter: _Meter, tokens: int, micros: int, dialect: Dialect) -> None:
         self._limiter = limiter
         self._dialect: Dialect = dialect
         self._meter = meter
-        self._rates = rates
+        self._rates = meter.tokens
         self._tokens = tokens  # still reserved
         self._micros = micros
         self._settled = False
@@ -227,7 +227,7 @@ class Lease:
         self._give_back()
         now_ns = self._limiter.now_ns()
         for rate in self._rates:
-            rate.take(max(0, tokens), now_ns)
+            rate.take(tokens if tokens > 0 else 0, now_ns)
         if micros > 0:
             self._meter.spending.add(micros, day_number(self._limiter.now_s()))
 
@@ -243,8 +243,7 @@ class Lease:
         """The rate headers of the answer, as they stand now; [] for a key without rates."""
         if not self._meter.owners:
             return []
-        named = _headers(self._meter, _Now(self._limiter.now_ns(), self._limiter.now_s(), self._dialect))
-        return [(name.encode(), value.encode()) for name, value in named.items()]
+        return _headers(self._meter, _Now(self._limiter.now_ns(), self._limiter.now_s(), self._dialect))
 
     def __enter__(self) -> Lease:
         return self
@@ -283,20 +282,17 @@ def _resized(rate: Rate | None, limit: int | None, now_ns: int) -> Rate | None:
 def _rate_refusal(message: str, wait_ns: int, meter: _Meter, now: _Now) -> tuple[float, ApiError]:
     wait_s = wait_ns / 1e9
     text = f"{message} Try again in {duration(wait_ns)}."
-    return wait_s, access_errors.rate_limit_exceeded(text, wait_s, _headers(meter, now))
+    return wait_s, access_errors.rate_limit_exceeded(text, wait_s, _text_headers(meter, now))
 
 
-def _budget_refusal(owner: _Owner, meter: _Meter, micros: int, now: _Now) -> tuple[float, ApiError] | None:
-    """A request that costs nothing passes whatever was spent."""
-    limit, period = owner.limits.budget_micros, owner.limits.budget_period or "total"
-    if limit is None or not micros:
-        return None
+def _budget_refusal(owner: _Owner, meter: _Meter, limit: int, micros: int, now: _Now) -> tuple[float, ApiError] | None:
+    period = owner.limits.budget_period or "total"
     day = day_number(now.s)
     spent = meter.spending.settled(period, day)
     if spent + meter.spending.reserved + micros <= limit:
         return None
     allowance = f"This {owner.of} may spend {money(limit)} {'in all' if period == 'total' else f'a {period}'}"
-    headers = _headers(meter, now)
+    headers = _text_headers(meter, now)
     if spent + micros <= limit:
         message = f"{allowance}; with the requests now running there is no room for this one. Try again in a second."
         return 1.0, access_errors.rate_limit_exceeded(message, 1.0, headers)
@@ -307,30 +303,29 @@ def _budget_refusal(owner: _Owner, meter: _Meter, micros: int, now: _Now) -> tup
     return float("inf"), access_errors.insufficient_quota(message, wait_s, headers)
 
 
-def _headers(meter: _Meter, now: _Now) -> dict[str, str]:
+def _headers(meter: _Meter, now: _Now) -> list[tuple[bytes, bytes]]:
     """Of the key's own limit and its plan's the one that leaves less is shown."""
-    headers: dict[str, str] = {}
-    names = HEADER_NAMES[now.dialect]
-    _add_headers(headers, names[0], [owner.requests for owner in meter.owners], now)
-    _add_headers(headers, names[1], [owner.tokens for owner in meter.owners], now)
-    return headers
+    pairs: list[tuple[bytes, bytes]] = []
+    for names, rates in zip(HEADER_NAMES[now.dialect], (meter.requests, meter.tokens), strict=True):
+        if not rates:
+            continue
+        tightest = rates[0] if len(rates) == 1 else min(rates, key=lambda rate: rate.remaining(now.ns))
+        reset_ns = tightest.reset_ns(now.ns)
+        if now.dialect == "openai":
+            reset = duration(reset_ns)
+        else:
+            reset = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        pairs += (
+            (names[0], b"%d" % tightest.limit),
+            (names[1], b"%d" % tightest.remaining(now.ns)),
+            (names[2], reset.encode()),
+        )
+    return pairs
 
 
-def _add_headers(headers: dict[str, str], names: tuple[str, ...], rates: list[Rate | None], now: _Now) -> None:
-    tightest: Rate | None = None
-    least = 0
-    for rate in rates:
-        if rate is not None and (tightest is None or rate.remaining(now.ns) < least):
-            tightest, least = rate, rate.remaining(now.ns)
-    if tightest is None:
-        return
-    reset_ns = tightest.reset_ns(now.ns)
-    headers[names[0]] = str(tightest.limit)
-    headers[names[1]] = str(least)
-    if now.dialect == "openai":
-        headers[names[2]] = duration(reset_ns)
-    else:
-        headers[names[2]] = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _text_headers(meter: _Meter, now: _Now) -> dict[str, str]:
+    """Those of a refusal."""
+    return {name.decode(): value.decode() for name, value in _headers(meter, now)}
 
 
 def duration(nanoseconds: int) -> str:

@@ -162,6 +162,10 @@ class _Enqueue(logging.Handler):
         """The queue is safe by itself; without a lock no request waits for another thread's record."""
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.emit(record)
+        return True
+
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()

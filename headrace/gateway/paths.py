@@ -6,6 +6,7 @@ Clients disagree on where a base URL ends, so /api/v1/chat/completions, /v1/chat
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -115,6 +116,11 @@ def canonical(path: str) -> str:
     """The path without one optional /api, /anthropic or /openai, any number of /v1, and a trailing slash."""
     if path in _PLACES:
         return path
+    return _stripped(path) if len(path) < 100 else _stripped.__wrapped__(path)
+
+
+@functools.lru_cache(maxsize=1000)
+def _stripped(path: str) -> str:
     path = "/" + path.strip("/")
     path = _PREFIX.sub("", path)
     path = _VERSIONS.sub("", path)

@@ -6,7 +6,8 @@ Tokens are the upstream's count where there is one. Otherwise they are counted f
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+
+import msgspec
 
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.keys import KeyRecord
@@ -19,8 +20,7 @@ CLIENT_CLOSED_REQUEST = 499
 """In usage, metrics and log only: the client left before there was anything to send."""
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(msgspec.Struct):
     """Of one request. `attempt` is the one under way, or the last."""
 
     route: Route
@@ -36,7 +36,7 @@ class Progress:
     """An upstream has begun to work on the prompt for the attempt under way."""
     ttft_s: float | None = None
     outcome: Outcome = "error"
-    causes: list[str] = field(default_factory=list)
+    causes: list[str] = []
     """upstream:code of each failed attempt."""
 
     def tokens(self, request: Request) -> tuple[Usage, bool]:

@@ -8,8 +8,9 @@ upstream speaks another. Where nothing has to change, the body is the very bytes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from headrace.gateway import headers, stream
 from headrace.gateway.balance import affinity_of
@@ -28,11 +29,12 @@ from headrace.protocol import errors
 
 PROMPT_FIELDS = frozenset("messages prompt input system instructions tools query documents texts".split())
 AFFINITY_FIELDS = ("system", "instructions", "messages", "prompt", "input")
-MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MAX_TOKENS_FIELDS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
+READ_FIELDS = MAX_TOKENS_FIELDS | {"model", "stream", "stream_options", "tools"}
+_JSON = b"application/json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request that a key may make. `fields` None: the body is a form."""
 
     endpoint: Endpoint
@@ -43,16 +45,29 @@ class Request:
     fields: Fields | None
     content_type: bytes
     facts: RequestFacts
-    stream: bool
-    wants_usage: bool
+    stream: bool = False
+    wants_usage: bool = False
     """The client asked for the extra usage chunk of an OpenAI stream."""
-    affinity: bytes | None
     sent_headers: headers.RawHeaders
     request_id: bytes
 
+    def affinity(self) -> bytes | None:
+        """What it has in common with requests that one replica should answer."""
+        if self.fields is None:
+            return None
+        session = next((value for name, value in self.sent_headers if name in headers.SESSION), None)
+        if session is None and "prompt_cache_key" in self.fields:
+            session = self.fields.text("prompt_cache_key")
+        prompt = b""
+        for name in AFFINITY_FIELDS:
+            if name in self.fields:
+                prompt += self.fields.text(name)[:2048]
+                if len(prompt) >= 2048:
+                    break
+        return affinity_of(session, prompt)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt sends. `wire` is the dialect of the upstream's answer."""
 
     path: str
@@ -64,77 +79,78 @@ class Call:
 
 def read(exchange: Exchange, place: Place, body: bytes, record: KeyRecord) -> Request:
     """Raises ApiError (400) for a body that is no JSON object, or has a key twice."""
-    endpoint = place.endpoint
-    content_type = exchange.headers.get(b"content-type", b"application/json")
-    sent: dict[str, Any] = {
-        "endpoint": endpoint,
-        "path": place.upstream_path,
-        "query": exchange.query,
-        "body": body,
-        "content_type": content_type,
-        "sent_headers": exchange.raw_headers,
-        "request_id": exchange.request_id,
-    }
-    who: dict[str, Any] = {
-        "endpoint": endpoint.name,
-        "key_name": record.name,
-        "key_tags": record.tags,
-        "headers": TextHeaders(exchange.headers),
-        "visible_models": record.models,
-    }
-    if content_type.lower().startswith(b"multipart/form-data"):
+    content_type = exchange.headers.get(b"content-type", _JSON)
+    if content_type != _JSON and content_type.lower().startswith(b"multipart/form-data"):
         span = form_field(body, content_type, "model")
-        model = body[span[0] : span[1]].decode("utf-8", "replace") if span else None
-        facts = RequestFacts(model=model, **who)
-        return Request(fields=None, facts=facts, stream=False, wants_usage=False, affinity=None, **sent)
-    fields = Fields(body)
-    raws = fields.raws
-    model = fields.value("model")
-    if model is not None and not isinstance(model, str):
-        raise errors.invalid_type("model", "a string", type(model).__name__)
-    streamed = fields.value("stream")
-    if streamed is not None and not isinstance(streamed, bool):
-        raise errors.invalid_type("stream", "true or false", type(streamed).__name__)
-    options = fields.value("stream_options")
-    tools = fields.value("tools")
-    facts = RequestFacts(
-        model=model or None,
-        max_tokens=_max_tokens(fields),
-        prompt_tokens=sum([estimate_tokens(fields.text(name)) for name in raws if name in PROMPT_FIELDS]),
-        stream=bool(streamed),
-        num_tools=len(tools) if isinstance(tools, list) else 0,
-        **who,
-    )
+        fields = None
+        facts = RequestFacts(
+            endpoint=place.endpoint.name,
+            model=body[span[0] : span[1]].decode("utf-8", "replace") if span else None,
+            key_name=record.name,
+            key_tags=record.tags,
+            headers=TextHeaders(exchange.headers),
+            visible_models=record.models,
+        )
+        streamed, wants_usage = False, False
+    else:
+        fields = Fields(body)
+        facts, wants_usage = _facts(exchange, place, fields, record)
+        streamed = facts.stream and place.endpoint.kind == "generate"
     return Request(
+        endpoint=place.endpoint,
+        path=place.upstream_path,
+        query=exchange.query,
+        body=body,
         fields=fields,
+        content_type=content_type,
         facts=facts,
-        stream=bool(streamed) and endpoint.kind == "generate",
-        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        affinity=_affinity(exchange, fields),
-        **sent,
+        stream=streamed,
+        wants_usage=wants_usage,
+        sent_headers=exchange.raw_headers,
+        request_id=exchange.request_id,
     )
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    for name in MAX_TOKENS_FIELDS:
-        if name in fields:
-            value = fields.value(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
-
-
-def _affinity(exchange: Exchange, fields: Fields) -> bytes:
-    session = next((exchange.headers[name] for name in headers.SESSION if name in exchange.headers), None)
-    if session is None and "prompt_cache_key" in fields:
-        session = fields.text("prompt_cache_key")
-    prompt = b""
-    for name in AFFINITY_FIELDS:
-        if name in fields:
-            prompt += fields.text(name)[:2048]
-            if len(prompt) >= 2048:
-                break
-    return affinity_of(session, prompt)
+def _facts(exchange: Exchange, place: Place, fields: Fields, record: KeyRecord) -> tuple[RequestFacts, bool]:
+    """What routing looks at, and whether the client asked for the usage chunk."""
+    model: str | None = None
+    max_tokens: int | None = None
+    streamed: bool | None = None
+    wants_usage = False
+    num_tools = prompt_tokens = 0
+    for name in fields.raws:
+        if name in PROMPT_FIELDS:
+            prompt_tokens += estimate_tokens(fields.text(name))
+        if name not in READ_FIELDS:
+            continue
+        value = fields.value(name)
+        if name == "model":
+            if value is not None and not isinstance(value, str):
+                raise errors.invalid_type("model", "a string", type(value).__name__)
+            model = value or None
+        elif name == "stream":
+            if value is not None and not isinstance(value, bool):
+                raise errors.invalid_type("stream", "true or false", type(value).__name__)
+            streamed = value
+        elif name == "stream_options":
+            wants_usage = isinstance(value, dict) and value.get("include_usage") is True
+        elif name == "tools":
+            num_tools = len(value) if isinstance(value, list) else 0
+        elif type(value) is int and (max_tokens is None or name == "max_tokens"):
+            max_tokens = value
+    facts = RequestFacts(
+        endpoint=place.endpoint.name,
+        model=model,
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        stream=bool(streamed),
+        num_tools=num_tools,
+        key_name=record.name,
+        key_tags=record.tags,
+        headers=TextHeaders(exchange.headers),
+        visible_models=record.models,
+    )
+    return facts, wants_usage
 
 
 def call_for(
@@ -151,21 +167,22 @@ def call_for(
     if request.fields is None:
         return Call(path=request.path, body=_form(request, attempt.model), headers=sent_headers, wire="openai")
     name = request.endpoint.name
-    layers = [plan.presets if plan else {}, model.presets, snapshot.presets]
-    room = None
-    if attempt.context_window is not None:
-        room = attempt.context_window - request.facts.prompt_tokens
-    raws = request.fields.raws
-    filled = apply_presets(
-        raws,
-        *layers,
-        endpoint=name,
-        extended=upstream.extended_sampling,
-        one_of_temperature_and_top_p=upstream.dialect == "anthropic",
-        room_tokens=room,
-    )
     changes: dict[str, Any] = {}
-    if filled is not raws:
+    if model.presets or snapshot.presets or (plan is not None and plan.presets):
+        room = None
+        if attempt.context_window is not None:
+            room = attempt.context_window - request.facts.prompt_tokens
+        raws = request.fields.raws
+        filled = apply_presets(
+            raws,
+            plan.presets if plan else {},
+            model.presets,
+            snapshot.presets,
+            endpoint=name,
+            extended=upstream.extended_sampling,
+            one_of_temperature_and_top_p=upstream.dialect == "anthropic",
+            room_tokens=room,
+        )
         changes = {field: raw for field, raw in filled.items() if raws.get(field) is not raw}
     if request.facts.model != attempt.model:
         changes["model"] = attempt.model

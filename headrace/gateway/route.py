@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import msgspec
+
 from headrace.gateway.estimate import estimate_tokens
 from headrace.gateway.rules import RequestFacts, matching_rule
 from headrace.gateway.snapshot import Model, Price, Rule, Snapshot, Target, Upstream
@@ -43,8 +45,7 @@ class Attempt:
     price: Price = field(default_factory=Price)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """`model` is what the client asked for; `attempts` has at least one."""
 
     model: Model
@@ -209,7 +210,10 @@ def _fitting(attempts: tuple[Attempt, ...], facts: RequestFacts) -> tuple[tuple[
     if facts.endpoint not in GENERATING:
         return attempts, ()
     needed = facts.prompt_tokens + (facts.max_tokens or 0)
-    if all(attempt.context_window is None or needed <= attempt.context_window for attempt in attempts):
+    for attempt in attempts:
+        if attempt.context_window is not None and needed > attempt.context_window:
+            break
+    else:
         return attempts, ()
     fits = [attempt.context_window is None or needed <= attempt.context_window for attempt in attempts]
     if not any(fits):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any, Literal
+
+import msgspec
 
 from headrace.gateway.snapshot import Comparison, Condition, Rule
 from headrace.protocol.errors import nearest
@@ -43,8 +44,7 @@ _OPERATORS: dict[str, Literal["=", "!=", ">", ">=", "<", "<="]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What routing looks at. `prompt_tokens` is an estimate; `max_tokens` is the request's own, None when absent."""
 
     endpoint: str
@@ -56,7 +56,7 @@ class RequestFacts:
     num_tools: int = 0
     key_name: str = ""
     key_tags: tuple[str, ...] = ()
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     """Names in lower case."""
     visible_models: tuple[str, ...] = ()
     """Globs of the models that the key may see, for the names in a 404; () = all."""

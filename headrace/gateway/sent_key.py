@@ -11,16 +11,16 @@ differ, Authorization wins.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.protocol import access_errors
 
-KEY_HEADERS = (b"x-api-key", b"api-key", b"x-goog-api-key")
+KEY_HEADERS = frozenset({b"x-api-key", b"api-key", b"x-goog-api-key"})
 _DIRT = b" \t\r\n\"'\xc2\xa0`"
 
 
-@dataclass(frozen=True, slots=True)
-class SentKey:
+class SentKey(msgspec.Struct, frozen=True):
     value: str
     conflicting: bool = False
     """Another header carries another key, which is not looked at."""
@@ -33,12 +33,13 @@ def sent_key(headers: Mapping[bytes, bytes], page: str) -> SentKey:
     """The key in `headers` (names in lower case). Raises ApiError (401) naming `page` when there is none to read."""
     authorization = _clean(headers.get(b"authorization", b""))
     found, problem = _bearer(authorization) if authorization else (b"", None)
-    others = [value for name in KEY_HEADERS if name in headers and (value := _clean(headers[name]))]
+    others: list[bytes] = []
+    if not KEY_HEADERS.isdisjoint(headers):
+        others = [value for name in headers if name in KEY_HEADERS and (value := _clean(headers[name]))]
     if not found and not others:
         raise access_errors.no_key(page) if problem is None else access_errors.malformed_key(problem, page)
     chosen = found or others[0]
-    differing = any(value != chosen for value in others)
-    return SentKey(chosen.decode("utf-8", "replace"), differing)
+    return SentKey(chosen.decode("utf-8", "replace"), bool(others) and any(value != chosen for value in others))
 
 
 def _bearer(authorization: bytes) -> tuple[bytes, str | None]:
@@ -46,8 +47,7 @@ def _bearer(authorization: bytes) -> tuple[bytes, str | None]:
     scheme, blank, rest = authorization.partition(b" ")
     if not blank:
         scheme, _, rest = authorization.partition(b"\t")
-    kind = scheme.lower()
-    if kind != b"bearer":
+    if scheme != b"Bearer" and (kind := scheme.lower()) != b"bearer":
         if kind in (b"bearer:", b"bearer="):
             return b"", "a blank, and nothing else, must follow `Bearer`."
         if kind.startswith(b"bearer"):
@@ -56,9 +56,9 @@ def _bearer(authorization: bytes) -> tuple[bytes, str | None]:
             return b"", "its scheme is not `Bearer`."
         return b"", "it lacks the word `Bearer` before the key."
     key = _clean(rest)
-    while key[:7].lower() == b"bearer ":
+    while key[:6].lower() == b"bearer" and key[6:7] == b" ":
         key = _clean(key[7:])
-    if not key or key.lower() == b"bearer":
+    if not key or (len(key) == 6 and key.lower() == b"bearer"):
         return b"", "no key follows `Bearer`. Is the variable that should hold the key exported?"
     return key, None
 

@@ -49,6 +49,11 @@ class Price:
     cached_input_micros_per_mtok: int | None = None
     """None = cached prompt tokens cost what the others cost."""
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything costs anything."""
+        return bool(self.input_micros_per_mtok or self.output_micros_per_mtok or self.cached_input_micros_per_mtok)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upstream:

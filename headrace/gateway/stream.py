@@ -78,8 +78,8 @@ def read_usage(usage: object) -> Usage | None:
 
 
 def _count(fields: object, name: str) -> int:
-    value = fields.get(name) if isinstance(fields, Mapping) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if type(value) is int and value > 0 else 0
 
 
 class Framer:

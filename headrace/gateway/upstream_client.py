@@ -7,6 +7,7 @@ UpstreamFailure.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -52,18 +53,17 @@ class UpstreamAnswer:
         """Names in lower case."""
         self.headers: Mapping[bytes, bytes] = dict(body.headers)
         """Of repeated headers the last."""
-        kind = self.headers.get(b"content-type", b"")
-        self.content_type = kind.partition(b";")[0].strip().lower().decode("latin-1")
+        self.content_type = _media_type(self.headers.get(b"content-type", b""))
         self.close: Callable[[], None] = body.close
         """Frees the connection: kept for another request when the answer was read to its end, closed otherwise."""
         self.finish: Callable[[], None] = body.finish
         """As `close`, where the answer is over but for what frames it: that is let pass, in the background."""
         self.read: Callable[[], Awaitable[bytes]] = body.read
         """What has arrived, at least one byte; b"" at the end. Raises BrokenAnswer when the end came too early."""
-        packed = self.headers.get(b"content-encoding", b"").strip().lower()
-        if packed in (b"gzip", b"x-gzip", b"deflate"):
+        packed = self.headers.get(b"content-encoding")
+        if packed is not None and packed.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._body = body
-            self._inflate = zlib.decompressobj(wbits=47 if b"gzip" in packed else 15).decompress
+            self._inflate = zlib.decompressobj(wbits=47 if b"gzip" in packed.lower() else 15).decompress
             self.read = self._read_packed
 
     async def _read_packed(self) -> bytes:
@@ -95,6 +95,11 @@ class UpstreamAnswer:
             return b""
 
 
+@functools.lru_cache(maxsize=200)
+def _media_type(content_type: bytes) -> str:
+    return content_type.partition(b";")[0].strip().lower().decode("latin-1")
+
+
 class _Place(NamedTuple):
     """An address worked out. `origin` None: over TLS. `lines` of a request name it, from its target on."""
 
@@ -112,6 +117,14 @@ class UpstreamClient:
         self._tls: TlsConnections | None = None
         self._own = own_headers(upstream)
         self._places: dict[str, _Place] = {}
+        self._urls: dict[tuple[str, int], str] = {}
+
+    def url(self, path: str, replica: int = 0) -> str:
+        """`Upstream.url`, worked out once for each endpoint."""
+        url = self._urls.get((path, replica))
+        if url is None:
+            url = self._urls[path, replica] = self.upstream.url(path, replica)
+        return url
 
     async def send(self, method: str, url: str, headers: Mapping[bytes, bytes], body: bytes | None) -> UpstreamAnswer:
         """The answer's head. `headers` are the request's; the upstream's own are added. Raises UpstreamFailure."""

@@ -40,6 +40,8 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 def cost_micros(price: Price, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> int:
     """What the tokens cost, in micro-units, rounded to the nearest. `cached_tokens` are part of `input_tokens`."""
+    if not price.is_any:
+        return 0
     cached = max(0, min(cached_tokens, input_tokens))
     cached_price = price.cached_input_micros_per_mtok
     if cached_price is None:

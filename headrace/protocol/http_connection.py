@@ -2,8 +2,9 @@
 
 It stands where uvicorn's own protocol would, and differs in three ways. A key is checked once a request's head is
 there, so the head itself is bounded in size and in time, and what is no HTTP gets JSON as well. An answer's head
-leaves together with the first piece of its body, in one system call. And who waits for a client to leave needs no
-task for it: `scope["extensions"][CLIENT_LEFT]` takes a function to be called then.
+leaves together with the first piece of its body, in one system call. And two common waits are spared: a body that
+came along with its head is in `scope[BODY]`, and `scope["extensions"][CLIENT_LEFT]` takes a function to be called
+when the client leaves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import http
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -31,6 +32,7 @@ MAX_UNREAD_BYTES = 64 * 1024
 MAX_PIPELINED = 16
 """Requests that wait on a connection for the answer to an earlier one."""
 
+BODY = "headrace.body"
 CLIENT_LEFT = "headrace.client_left"
 
 FAULT = ApiError(
@@ -40,7 +42,7 @@ FAULT = ApiError(
     code="internal_error",
 )
 
-Headers = Iterable[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 Message = MutableMapping[str, Any]
 
 logger = logging.getLogger("headrace.http")
@@ -64,7 +66,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         if not config.loaded:
             config.load()
-        self.app = config.loaded_app
+        self.app: Any = config.loaded_app
         self.loop = _loop or asyncio.get_running_loop()
         self.server = server_state
         self.transport: asyncio.Transport
@@ -73,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._owes_continue = False
         self._head_bytes = 0
         """Received since anything but a head or trailers came."""
         self._read: Cycle | None = None
@@ -174,12 +177,16 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
+        self._owes_continue = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._owes_continue = True
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -202,7 +209,12 @@ class Connection(asyncio.Protocol):
             "query_string": url.query or b"",
             "extensions": self._extensions,
         }
-        cycle = self._read = Cycle(self, scope, keep_alive=version != "1.0" and self._parser.should_keep_alive())
+        cycle = self._read = Cycle(
+            self,
+            scope,
+            keep_alive=version != "1.0" and self._parser.should_keep_alive(),
+            owes_continue=self._owes_continue,
+        )
         if self._answered is None:
             self._begin(cycle)
         else:
@@ -240,7 +252,8 @@ class Connection(asyncio.Protocol):
         if not cycle.keep_alive:
             self.transport.close()
         elif not self.transport.is_closing():
-            self.resume_reading()
+            if not self._is_reading:
+                self.resume_reading()
             if self._pipeline:
                 self._begin(self._pipeline.popleft())
             else:
@@ -285,7 +298,7 @@ class Cycle:
         "task",
     )
 
-    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool) -> None:
+    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool, owes_continue: bool) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.task: asyncio.Task[None] | None = None
@@ -295,7 +308,7 @@ class Cycle:
         self._is_whole = False
         self._has_news = False
         self._arrival: asyncio.Event | None = None
-        self._owes_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in scope["headers"])
+        self._owes_continue = owes_continue
         self._gone = False
         self._head = b""
         """Composed and not yet sent."""
@@ -308,7 +321,9 @@ class Cycle:
     async def run(self) -> None:
         connection = self._connection
         try:
-            await connection.app(cast(Any, self.scope), cast(Any, self.receive), cast(Any, self.send))
+            if self._is_whole:
+                self.scope[BODY] = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            await connection.app(self.scope, self.receive, self.send)
         except Exception:
             logger.exception("A fault in answering %s %s.", self.scope["method"], self.scope["path"])
         finally:
@@ -324,20 +339,19 @@ class Cycle:
             return 0
         self._body.append(body)
         self._num_unread += len(body)
-        self._wake()
+        self._has_news = True
+        if self._arrival is not None:
+            self._arrival.set()
         return self._num_unread
 
     def arrived_whole(self) -> None:
-        self._is_whole = True
-        self._wake()
+        self._is_whole = self._has_news = True
+        if self._arrival is not None:
+            self._arrival.set()
 
     def leave(self) -> None:
         """The connection is gone."""
         self._gone = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._has_news = True
         if self._arrival is not None:
             self._arrival.set()
 
@@ -376,9 +390,8 @@ class Cycle:
             raise RuntimeError("An answer began twice.")
         self._chunked = self.scope["method"] != "HEAD" and status not in (204, 304)
         usual = self._connection.usual_headers()
-        lines = [STATUS_LINE[status], usual]
+        lines = [STATUS_LINE[status], usual, *[b"%s: %s\r\n" % pair for pair in headers]]
         for name, value in headers:
-            lines.append(b"%s: %s\r\n" % (name, value))
             if name == b"content-length":
                 self._left_bytes, self._chunked = int(value), False
             elif name == b"connection" and b"close" in value.lower():
@@ -422,7 +435,8 @@ class Cycle:
             if self._left_bytes:
                 raise RuntimeError("A body is shorter than its head says.")
             self._is_complete = True
-            self._wake()
+            if self._arrival is not None:
+                self._arrival.set()
             self._connection.answered(self)
 
     def _fail(self) -> None:
