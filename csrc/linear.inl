@@ -21,6 +21,27 @@ static inline Heights tile_heights(int64_t rows, int64_t most) {
   return {tiles, rows / tiles, rows % tiles};
 }
 
+// Where a few rows are read at once: three rows a pointer, as addresses are made of a register and 0, 1 or 2 times
+// another. The compiler would take a register for every row, and has none.
+template <int kRows>
+struct RowPointers {
+  static constexpr int kPointers = (kRows + 2) / 3;
+  const uint8_t* pointers[kPointers];
+  int64_t stride;  // bytes
+
+  inline RowPointers(const void* first, int64_t stride_bytes) : stride(stride_bytes) {
+    for (int i = 0; i < kPointers; i++) pointers[i] = static_cast<const uint8_t*>(first) + 3 * i * stride;
+  }
+  inline const uint8_t* row(int r) const { return pointers[r / 3] + r % 3 * stride; }
+  inline void advance(int64_t bytes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; i++) {
+      pointers[i] += bytes;
+      asm("" : "+r"(pointers[i]));
+    }
+  }
+};
+
 // The scales or offsets of group number `index` of all panels.
 static inline Vec load_numbers(const void* numbers, bool half, int64_t index) {
   return half ? load_f16(static_cast<const uint16_t*>(numbers) + index * kPanel)
@@ -136,10 +157,12 @@ static void int_item(void* context, int64_t item, int) {
   const IntProduct t = {&m, work.quantised, args.rows, args.bias, args.y.data, args.y.stride};
   if (m.form == Form::kInt8)
     int_product<Dot8>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+  else if (m.group_size == 32)
+    int_product<Dot4<32, true>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
   else if (m.group_size % 32 == 0)
-    int_product<Dot4<32>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+    int_product<Dot4<32, false>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
   else
-    int_product<Dot4<16>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
+    int_product<Dot4<16, false>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
 }
 
 // Memory for what an operation makes of its rows was short: no number is right, and sampling says so.
@@ -153,13 +176,13 @@ constexpr int64_t kInputsPerItem = 16 << 10;  // that are quantised or rounded b
 static bool quantise(Pool* pool, LinearWork* work) {
   const LinearArgs& args = work->args;
   const PackedMatrix& m = *args.matrix;
-  const bool wide = m.form == Form::kInt8 && sizeof(Input8) == 2;
-  const int64_t row_bytes = (m.depth * (wide ? 2 : 1) + 63) / 64 * 64;
+  const int64_t input_bytes = m.form == Form::kInt8 ? sizeof(Input8) : 1;
+  const int64_t row_bytes = (m.depth * input_bytes + 63) / 64 * 64;
   const int64_t group_bytes = m.groups * static_cast<int64_t>(sizeof(GroupInputs));
   uint8_t* memory = static_cast<uint8_t*>(pool->shared(0, args.rows * (row_bytes + group_bytes)));
   if (memory == nullptr) return false;
   work->quantised = {memory, row_bytes, reinterpret_cast<GroupInputs*>(memory + args.rows * row_bytes)};
-  Quantising q = {&args, work->quantised, wide, kInputsPerItem / m.depth + 1};
+  Quantising q = {&args, work->quantised, kInputsPerItem / m.depth + 1};
   pool->run((args.rows + q.rows_per_item - 1) / q.rows_per_item, quantise_item, &q);
   return true;
 }

@@ -14,8 +14,8 @@ struct WeightsF32 {
   using Input = float;
   static constexpr int kParts = 1, kPartInputs = 1, kStepBytes = 64;
   static inline Vec load(const uint8_t* p, int) { return HR_ISA::load(reinterpret_cast<const float*>(p)); }
-  static inline Vec input(const float* x) { return broadcast(*x); }
-  static inline Vec mac(Vec sum, Vec x, Vec w) { return fma(x, w, sum); }
+  static inline Vec input(const uint8_t* x) { return broadcast(*reinterpret_cast<const float*>(x)); }
+  static inline Vec mac(Vec sum, Vec x, Vec w) { return HR_ISA::mac(sum, x, w); }
 };
 
 struct WeightsF16 : WeightsF32 {
@@ -35,7 +35,7 @@ struct WeightsBF16Pairs {
   using Input = uint16_t;
   static constexpr int kParts = 1, kPartInputs = 2, kStepBytes = 64;
   static inline Vec load(const uint8_t* p, int) { return {_mm512_loadu_ps(p)}; }
-  static inline Vec input(const uint16_t* x) {
+  static inline Vec input(const uint8_t* x) {
     int32_t pair;
     std::memcpy(&pair, x, 4);
     return {_mm512_castsi512_ps(_mm512_set1_epi32(pair))};
@@ -50,7 +50,7 @@ constexpr int kFloatRows = 8;
 constexpr int float_panels(int rows) { return rows == 1 ? 8 : rows <= 6 ? 4 : 2; }
 #elif defined(__AVX2__)
 constexpr int kFloatRows = 6;
-constexpr int float_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int float_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
 constexpr int kFloatRows = 4;
 constexpr int float_panels(int) { return 1; }
@@ -83,14 +83,27 @@ static inline void store_outputs(float* p, Vec x, int64_t outputs) {
 }
 
 template <class W, int kRows, int kPanels>
-static inline void add_part(Vec (&sums)[kRows][kPanels], const typename W::Input* x, int64_t x_stride,
-                            const uint8_t* w, int64_t panel_bytes, int part) {
+static inline void add_part(Vec (&sums)[kRows][kPanels], const RowPointers<kRows>& x, const uint8_t* w,
+                            int64_t panel_bytes, int part) {
+  const int64_t at = part * W::kPartInputs * sizeof(typename W::Input);
+  if (kRows < 4) {  // the rows' inputs are held, weights pass by
+    Vec inputs[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) inputs[r] = W::input(x.row(r) + at);
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; p++) {
+      const Vec weights = W::load(w + p * panel_bytes, part);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) sums[r][p] = W::mac(sums[r][p], inputs[r], weights);
+    }
+    return;
+  }
   Vec weights[kPanels];
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; p++) weights[p] = W::load(w + p * panel_bytes, part);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) {
-    Vec input = W::input(x + r * x_stride + part * W::kPartInputs);
+    const Vec input = W::input(x.row(r) + at);
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; p++) sums[r][p] = W::mac(sums[r][p], input, weights[p]);
   }
@@ -98,11 +111,11 @@ static inline void add_part(Vec (&sums)[kRows][kPanels], const typename W::Input
 
 // Rows from `row` on, panels from `panel` on.
 template <class W, int kRows, int kPanels>
-static void float_tile(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel) {
+__attribute__((noinline)) static void float_tile(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel) {
   constexpr int kStep = W::kParts * W::kPartInputs;
-  const typename W::Input* x = t.x + row * t.x_stride;
+  RowPointers<kRows> x(t.x + row * t.x_stride, t.x_stride * sizeof(typename W::Input));
   const uint8_t* w = t.w + panel * t.panel_bytes;
-  const int64_t x_stride = t.x_stride, panel_bytes = t.panel_bytes;
+  const int64_t panel_bytes = t.panel_bytes;
   float* y = t.y + row * t.y_stride + panel * kPanel;
   const int64_t outputs = t.outputs - panel * kPanel;
   Vec sums[kRows][kPanels];
@@ -114,10 +127,15 @@ static void float_tile(const FloatProduct<typename W::Input>& t, int64_t row, in
   int64_t k = 0;
   for (; k + kStep <= t.depth; k += kStep) {
 #pragma GCC unroll 2
-    for (int part = 0; part < W::kParts; part++) add_part<W>(sums, x + k, x_stride, w, panel_bytes, part);
+    for (int part = 0; part < W::kParts; part++) {
+      add_part<W>(sums, x, w, panel_bytes, part);
+      // Weights of the next part are loaded again: there are no registers to keep them in.
+      if (W::kParts > 1) asm volatile("" ::: "memory");
+    }
+    x.advance(kStep * sizeof(typename W::Input));
     w += W::kStepBytes;
   }
-  if (W::kParts == 2 && k < t.depth) add_part<W>(sums, x + k, x_stride, w, panel_bytes, 0);
+  if (W::kParts == 2 && k < t.depth) add_part<W>(sums, x, w, panel_bytes, 0);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 8

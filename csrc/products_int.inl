@@ -24,13 +24,12 @@ struct QuantisedRows {
 struct Quantising {
   const LinearArgs* args;
   QuantisedRows to;
-  bool wide;  // int16
   int64_t rows_per_item;
 };
 
-// One group of one row: `count` inputs that are there, zeros up to `width`.
-static void quantise_group(const float* x, int64_t count, int64_t width, bool wide, int32_t zero, uint8_t* to,
-                           GroupInputs* group) {
+// One group of one row: `count` inputs that are there, zeros up to a multiple of 16.
+template <class Input>
+static void quantise_group(const float* x, int64_t count, int32_t zero, Input* to, GroupInputs* group) {
   Vec most = broadcast(0.0f), broken = most;
   for (int64_t k = 0; k < count; k += kLanes) {
     Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
@@ -39,22 +38,18 @@ static void quantise_group(const float* x, int64_t count, int64_t width, bool wi
   }
   const float limit = largest(most), not_finite = sum(broken);
   const bool finite = not_finite == 0.0f;
-  const float inverse = finite && limit > 0.0f ? 127.0f / limit : 0.0f;
-  int32_t total = 0;
-  for (int64_t k = 0; k < width; k += kLanes) {
-    alignas(16) int8_t q[kLanes];
+  const Vec inverse = broadcast(finite && limit > 0.0f ? 127.0f / limit : 0.0f);
+  Int total = broadcast_int(0);
+  for (int64_t k = 0; k < count; k += kLanes) {
     Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
-    store_i8(q, finite ? mul(part, broadcast(inverse)) : broadcast(0.0f));
-    const int64_t left = width - k < kLanes ? width - k : kLanes;
-    for (int64_t i = 0; i < left; i++) total += q[i];
-    if (wide)
-      for (int64_t i = 0; i < left; i++) reinterpret_cast<int16_t*>(to)[k + i] = q[i];
-    else
-      std::memcpy(to + k, q, left);
+    Int q = finite ? to_int(mul(part, inverse)) : broadcast_int(0);
+    store_inputs(to + k, q);
+    total = add_int(total, q);
   }
+  const int32_t inputs = sum_int(total);
   group->scale = finite ? limit / 127.0f : not_finite;
-  group->scaled_sum = static_cast<float>(total) * group->scale;
-  group->start = static_cast<int32_t>(0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(total));
+  group->scaled_sum = static_cast<float>(inputs) * group->scale;
+  group->start = static_cast<int32_t>(0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(inputs));
 }
 
 static void quantise_item(void* context, int64_t item, int) {
@@ -67,8 +62,12 @@ static void quantise_item(void* context, int64_t item, int) {
     for (int64_t g = 0; g < m.groups; g++) {
       const int64_t first = g * m.group_size;
       const int64_t count = m.in - first < m.group_size ? m.in - first : m.group_size;
-      quantise_group(x + first, count, m.group_size, q.wide, m.zero,
-                     q.to.inputs + row * q.to.row_bytes + first * (q.wide ? 2 : 1), q.to.groups + row * m.groups + g);
+      uint8_t* to = q.to.inputs + row * q.to.row_bytes;
+      GroupInputs* group = q.to.groups + row * m.groups + g;
+      if (m.form == Form::kInt8)
+        quantise_group(x + first, count, m.zero, reinterpret_cast<Input8*>(to) + first, group);
+      else
+        quantise_group(x + first, count, m.zero, reinterpret_cast<int8_t*>(to) + first, group);
     }
   }
 }
@@ -91,40 +90,60 @@ static inline int32_t four_bytes(const uint8_t* p) {
   return bytes;
 }
 
-// The sums of one group: `sums` starts as it is to start. kPart: inputs between widenings, what the group is made of.
-template <int kPart>
+template <int kRows>
+static inline const GroupInputs& group_of(const RowPointers<kRows>& groups, int row) {
+  return *reinterpret_cast<const GroupInputs*>(groups.row(row));
+}
+
+// The sums of one group, from the rows' starts on. Of 4 bits kPart inputs are summed up before they are widened; kWhole:
+// a group is no longer than that.
+template <int kPart, bool kWhole>
 struct Dot4 {
   static constexpr int kMaxRows = kRows4;
-  static constexpr int kInputBytes = 1;
   static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel / 2; }
 
   template <int kRows, int kPanels>
-  static inline void add(Int (&sums)[kRows][kPanels], const uint8_t* x, int64_t row_bytes, const uint8_t* w,
-                         int64_t panel_bytes, int64_t inputs) {
-    for (int64_t first = 0; first < inputs; first += kPart) {
-      Narrow narrow[kRows][kPanels];
+  static inline void part(Narrow (&narrow)[kRows][kPanels], RowPointers<kRows>& x, const uint8_t* w,
+                          int64_t panel_bytes) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++)
+    for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-        for (int p = 0; p < kPanels; p++) narrow[r][p] = no_narrow();
+      for (int p = 0; p < kPanels; p++) narrow[r][p] = no_narrow();
 #pragma GCC unroll 4
-      for (int k = 0; k < kPart; k += 8) {
-        Nibbles nibbles[kPanels];
+    for (int k = 0; k < kPart; k += 8) {
+      Nibbles nibbles[kPanels];
 #pragma GCC unroll 2
-        for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + (first + k) * kPanel / 2);
+      for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + k * kPanel / 2);
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-          Weights8 weights[kPanels];
+      for (int half = 0; half < 2; half++) {
+        Weights8 weights[kPanels];
 #pragma GCC unroll 2
-          for (int p = 0; p < kPanels; p++) weights[p] = half ? high_nibbles(nibbles[p]) : low_nibbles(nibbles[p]);
+        for (int p = 0; p < kPanels; p++) weights[p] = half ? high_nibbles(nibbles[p]) : low_nibbles(nibbles[p]);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++) {
-            const int32_t inputs4 = four_bytes(x + r * row_bytes + first + k + 4 * half);
+        for (int r = 0; r < kRows; r++) {
+          const int32_t inputs = four_bytes(x.row(r) + k + 4 * half);
 #pragma GCC unroll 2
-            for (int p = 0; p < kPanels; p++) narrow[r][p] = dot4(narrow[r][p], weights[p], inputs4);
-          }
+          for (int p = 0; p < kPanels; p++) narrow[r][p] = dot4(narrow[r][p], weights[p], inputs);
         }
       }
+    }
+    x.advance(kPart);
+  }
+
+  template <int kRows, int kPanels>
+  static inline void add(Int (&sums)[kRows][kPanels], RowPointers<kRows>& x, const RowPointers<kRows>& groups,
+                         const uint8_t* w, int64_t panel_bytes, int64_t inputs) {
+    Narrow narrow[kRows][kPanels];
+    part(narrow, x, w, panel_bytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; p++)
+        sums[r][p] = add_int(widen(narrow[r][p]), broadcast_int(group_of(groups, r).start));
+    if (kWhole) return;
+    for (int64_t first = kPart; first < inputs; first += kPart) {
+      w += kPart * kPanel / 2;
+      part(narrow, x, w, panel_bytes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
@@ -135,23 +154,26 @@ struct Dot4 {
 
 struct Dot8 {
   static constexpr int kMaxRows = kRows8;
-  static constexpr int kInputBytes = sizeof(Input8);
   static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel; }
 
   template <int kRows, int kPanels>
-  static inline void add(Int (&sums)[kRows][kPanels], const uint8_t* x, int64_t row_bytes, const uint8_t* w,
-                         int64_t panel_bytes, int64_t inputs) {
+  static inline void add(Int (&sums)[kRows][kPanels], RowPointers<kRows>& x, const RowPointers<kRows>& groups,
+                         const uint8_t* w, int64_t panel_bytes, int64_t inputs) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; p++) sums[r][p] = broadcast_int(group_of(groups, r).start);
     for (int64_t k = 0; k < inputs; k += kStep8) {
       Weights8 weights[kPanels];
 #pragma GCC unroll 2
       for (int p = 0; p < kPanels; p++) weights[p] = load_weights8(w + p * panel_bytes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        const int32_t inputs4 = four_bytes(x + r * row_bytes);
+        const int32_t step = four_bytes(x.row(r));
 #pragma GCC unroll 2
-        for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], inputs4);
+        for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], step);
       }
-      x += 4;
+      x.advance(4);
       w += kStep8 * kPanel;
     }
   }
@@ -167,23 +189,18 @@ struct IntProduct {
 };
 
 template <class Dot, int kRows, int kPanels>
-static void int_tile(const IntProduct& t, int64_t row, int64_t panel) {
+__attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row, int64_t panel) {
   const PackedMatrix& m = *t.m;
   Vec totals[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) totals[r][p] = broadcast(0.0f);
   const int64_t panel_bytes = static_cast<int64_t>(m.panel_bytes);
   const uint8_t* w = m.values + panel * panel_bytes;
-  const uint8_t* x = t.x.inputs + row * t.x.row_bytes;
-  const GroupInputs* groups = t.x.groups + row * m.groups;
+  RowPointers<kRows> x(t.x.inputs + row * t.x.row_bytes, t.x.row_bytes);
+  RowPointers<kRows> groups(t.x.groups + row * m.groups, m.groups * sizeof(GroupInputs));
   for (int64_t g = 0; g < m.groups; g++) {
     Int sums[kRows][kPanels];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
-      for (int p = 0; p < kPanels; p++) sums[r][p] = broadcast_int(groups[r * m.groups + g].start);
-    Dot::add(sums, x, t.x.row_bytes, w, panel_bytes, m.group_size);
-    x += m.group_size * Dot::kInputBytes;
+    Dot::add(sums, x, groups, w, panel_bytes, m.group_size);
     w += Dot::packed_bytes(m.group_size);
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; p++) {
@@ -191,16 +208,17 @@ static void int_tile(const IntProduct& t, int64_t row, int64_t panel) {
       const Vec scale = load_numbers(m.scales, m.half_scales, numbers);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        Vec both = mul(scale, broadcast(groups[r * m.groups + g].scale));
+        Vec both = mul(scale, broadcast(group_of(groups, r).scale));
         totals[r][p] = fma(to_float(sums[r][p]), both, totals[r][p]);
       }
       if (m.offset_kind == Offsets::kHeld) {
         const Vec offset = load_numbers(m.offsets, m.half_offsets, numbers);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
-          totals[r][p] = fma(offset, broadcast(groups[r * m.groups + g].scaled_sum), totals[r][p]);
+          totals[r][p] = fma(offset, broadcast(group_of(groups, r).scaled_sum), totals[r][p]);
       }
     }
+    groups.advance(sizeof(GroupInputs));
   }
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) {
