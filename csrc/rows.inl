@@ -117,12 +117,11 @@ static void rope(Pool* pool, const RopeArgs& args) {
 // x / (1 + e^-x)
 static inline Vec silu(Vec x) { return div(x, add(broadcast(1.0f), exp(sub(broadcast(0.0f), x)))); }
 
-// By the approximation with tanh: x / 2 (1 + tanh z), z = sqrt(2 / pi) (x + 0.044715 x^3), tanh z = 1 - 2 / (e^2z + 1).
+// By the approximation with tanh: x / 2 (1 + tanh z) = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3).
 static inline Vec gelu(Vec x) {
   Vec cube = mul(mul(x, x), x);
-  Vec twice_z = mul(add(x, mul(cube, broadcast(0.044715f))), broadcast(1.5957691216057308f));
-  Vec tanh = sub(broadcast(1.0f), div(broadcast(2.0f), add(exp(twice_z), broadcast(1.0f))));
-  return mul(mul(x, broadcast(0.5f)), add(tanh, broadcast(1.0f)));
+  Vec minus_twice_z = mul(add(x, mul(cube, broadcast(0.044715f))), broadcast(-1.5957691216057308f));
+  return div(x, add(broadcast(1.0f), exp(minus_twice_z)));
 }
 
 template <Vec (*act)(Vec)>
