@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 import httpx
 import uvicorn
@@ -75,6 +76,11 @@ class ScriptedEngine:
     state: State = "ready"
     healthy: bool = True
     loading: ipc.Loading | None = None
+    sleep_level: Literal[0, 1, 2] = 0
+    num_restarts: int = 0
+    last_stats: ipc.StepStats | None = None
+    stopped_ids: list[Collection[str] | None] = field(default_factory=list)
+    controls: list[tuple[str, str | None]] = field(default_factory=list)
     requests: list[ipc.AddRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[tuple[str, int | None, str]] = field(default_factory=list)
@@ -157,8 +163,19 @@ class ScriptedEngine:
     def refusal(self) -> ApiError | None:
         return state_refusal(self.state, loading=self.loading)
 
-    async def reset_prefix_cache(self) -> int:
+    def abort_requests(self, ids: Collection[str] | None) -> list[str]:
+        self.stopped_ids.append(ids)
+        return [name for name in self.running if ids is None or name in ids]
+
+    async def control(self, action: ipc.ControlAction, path: str | None = None) -> int:
+        self.controls.append((action, path))
         return 7
+
+    async def sleep(self, level: Literal[1, 2], *, abort: bool) -> None:
+        self.state, self.sleep_level = "sleeping", level
+
+    async def wake_up(self) -> None:
+        self.state, self.sleep_level = "ready", 0
 
 
 def server_settings(**changes: object) -> ServerSettings:

@@ -351,6 +351,13 @@ REAL_FLAGS: tuple[Flag, ...] = (
         "trace-steps", "switch", "Print one line for every step of the engine, for debugging.", LOGGING, default=False
     ),
     Flag(
+        "profiler-dir",
+        "text",
+        "Where /start_profile and /stop_profile may write a profile of the engine; left out, they are refused.",
+        LOGGING,
+        example="/tmp/profiles",
+    ),
+    Flag(
         "device",
         "text",
         "What computes: auto takes a GPU when one is there.",

@@ -169,7 +169,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("calculate-kv-scales", "switch", TIERS, "the KV cache is stored in the compute dtype, without scales"),
     _mapped("use-v2-block-manager", "switch", TIERS, "there is one block pool"),
     _mapped("disable-hybrid-kv-cache-manager", "switch", TIERS, "all layers have the same cache here"),
-    _refused("enable-sleep-mode", "switch", TIERS, "Sleep mode"),
+    _mapped("enable-sleep-mode", "switch", TIERS, "/sleep and /wake_up are always there, as admin routes"),
     # Scheduling of other servers
     _mapped(
         "num-scheduler-steps",
@@ -385,6 +385,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("h11-max-incomplete-event-size", "int", HTTP, "requests are parsed by httptools, with its own limits"),
     _mapped("h11-max-header-count", "int", HTTP, "requests are parsed by httptools, with its own limits"),
     # Tracing
+    _refused("profiler-config", "json", OBSERVING, "Profiles in torch's format", "--profiler-dir DIR"),
     _refused("otlp-traces-endpoint", "text", OBSERVING, "OpenTelemetry traces"),
     _refused("collect-detailed-traces", "text", OBSERVING, "OpenTelemetry traces"),
     _mapped("show-hidden-metrics-for-version", "text", OBSERVING, "old and new metric names are exported together"),

@@ -156,6 +156,7 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         force_include_usage=bool(value("enable-force-include-usage")),
         serve_docs=not value("disable-fastapi-docs"),
         trust_request_chat_template=bool(value("trust-request-chat-template")),
+        profiler_dir=_text(given, "profiler-dir"),
         shutdown_timeout_s=cast(float, value("shutdown-timeout")),
     )
     return engine, server

@@ -79,5 +79,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     serve_docs: bool = True
     """Whether /docs and /openapi.json exist."""
     trust_request_chat_template: bool = False
+    profiler_dir: str | None = None
+    """Where /stop_profile has the core write; None refuses profiles."""
     max_body_bytes: int = 32 * 1024 * 1024
     shutdown_timeout_s: float = 10.0

@@ -140,16 +140,13 @@ def chat_template_failed(detail: str) -> ApiError:
     return ApiError(400, message, code="invalid_messages", param="messages")
 
 
-def refused(code: str, message: str, param: str | None = None) -> ApiError:
-    """What the engine answers to a request that can never run, or that finds the queue full (429)."""
-    return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code, param=param)
+def not_enabled(message: str) -> ApiError:
+    return ApiError(400, message, code="not_enabled")
 
 
-def failed(code: str, message: str | None) -> ApiError:
-    """What the engine says of a request that it could not go on with: 400 where only the request is to blame."""
-    if code == "grammar_dead_end":
-        return ApiError(400, message or "The grammar allows nothing more.", code=code)
-    return engine_error(message or "The engine failed on this request.")
+def refused(code: str, message: str) -> ApiError:
+    """What the scheduler answers to a request that can never run, or that finds the queue full (429)."""
+    return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code)
 
 
 # 401, 403: who asks
@@ -185,6 +182,14 @@ def _unauthorized(code: str, message: str) -> ApiError:
 def origin_not_allowed(origin: str) -> ApiError:
     message = f"The origin {quoted(origin)} is not allowed by this server. Start it with --allowed-origins."
     return ApiError(403, message, type="permission_error", code="origin_not_allowed")
+
+
+def admin_needs_key(path: str) -> ApiError:
+    message = (
+        f"{path} is for whoever runs this server, which listens beyond this machine and has no --api-key to tell who "
+        "that is. Start it with --api-key, or with --host 127.0.0.1."
+    )
+    return ApiError(403, message, type="permission_error", code="admin_needs_key")
 
 
 # 404, 405, 501: where it goes
@@ -235,7 +240,11 @@ def head_too_large(limit_bytes: int) -> ApiError:
     return ApiError(431, message, code="headers_too_large")
 
 
-# 429, 500, 503: the server's own state
+# 409, 429, 500, 503: the server's own state
+
+
+def conflict(message: str) -> ApiError:
+    return ApiError(409, message, code="conflict")
 
 
 def queue_full(message: str, retry_after_s: int = 1) -> ApiError:

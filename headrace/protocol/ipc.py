@@ -110,15 +110,27 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
     index: int | None = None
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", kw_only=True):
-    """Forget every cached block that no running sequence holds."""
+ControlAction = Literal["reset_prefix_cache", "release_kv_cache", "restore_kv_cache", "start_profile", "stop_profile"]
+
+
+class Control(msgspec.Struct, frozen=True, tag="control", omit_defaults=True, kw_only=True):
+    """Something the core does between two steps and answers with `Controlled`.
+
+    reset_prefix_cache forgets every cached block that no running sequence holds. release_kv_cache gives the memory of
+    the whole KV cache back, and restore_kv_cache takes it again: between them there must be no request.
+    stop_profile writes what was profiled since start_profile to `path`.
+    """
+
+    number: int
+    action: ControlAction
+    path: str | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
     """Leave the loop and exit 0."""
 
 
-ToCore = AddRequest | AbortRequest | ResetPrefixCache | Stop
+ToCore = AddRequest | AbortRequest | Control | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -146,8 +158,6 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
-    error_code: str = "engine_error"
-    """With finish_reason "error": engine_error, or grammar_dead_end."""
     num_cached_tokens: int = 0
     """Prompt tokens served from the prefix cache; set with the sequence's first token."""
     queue_s: float = 0.0
@@ -226,14 +236,17 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
     request_id: str
     code: str
-    """context_length_exceeded, kv_cache_too_small, queue_full, invalid_grammar or invalid_request."""
+    """context_length_exceeded, kv_cache_too_small, queue_full or invalid_request."""
     message: str
-    param: str | None = None
-    """The field of the request that is at fault, where that is known."""
 
 
-class PrefixCacheReset(msgspec.Struct, frozen=True, tag="prefix_cache_reset", kw_only=True):
-    num_blocks: int
+class Controlled(msgspec.Struct, frozen=True, tag="controlled", omit_defaults=True, kw_only=True):
+    """The answer to the Control of that number. `count`: blocks forgotten, or bytes released or taken."""
+
+    number: int
+    count: int = 0
+    error: str | None = None
+    """Why it was not done."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
@@ -242,7 +255,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     message: str
 
 
-FromCore = StepOutput | Loading | Ready | Refused | PrefixCacheReset | Failed
+FromCore = StepOutput | Loading | Ready | Refused | Controlled | Failed
 
 to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 from_core_decoder = msgspec.msgpack.Decoder(FromCore)

@@ -13,10 +13,11 @@ import uuid
 from collections.abc import Mapping
 
 from headrace.config.settings import EngineSettings, ServerSettings
-from headrace.protocol import errors
+from headrace.protocol import errors, sse
 from headrace.protocol.errors import ApiError
 from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.server import routes
+from headrace.server.admin import check_admin
 from headrace.server.auth import Cors, KeyCheck
 from headrace.server.http import ClientGone, Exchange, Receive, Scope, Send
 from headrace.server.metrics import EngineMetrics
@@ -83,11 +84,13 @@ class App:
         began = time.perf_counter()
         exchange.answer_headers.update(self._cors.headers(exchange.headers.get("origin")))
         label = "none"
+        self.serving.exchanges.add(exchange)
         try:
             label = await self._dispatch(exchange)
         except ClientGone:
             logger.debug("The client of request %s left.", exchange.request_id)
         finally:
+            self.serving.exchanges.discard(exchange)
             seconds = time.perf_counter() - began
             status = exchange.status or CLIENT_CLOSED_REQUEST
             self.serving.metrics.http_request(exchange.method, label, status, seconds)
@@ -102,7 +105,6 @@ class App:
         label = "none"
         try:
             path = routes.canonical(exchange.path, self._root_path)
-            exchange.dialect = routes.dialect_of(path, exchange.headers)
             origin = exchange.headers.get("origin")
             if exchange.method == "OPTIONS" and origin and "access-control-request-method" in exchange.headers:
                 await exchange.answer(204, b"", headers=self._cors.preflight(origin, exchange.headers))
@@ -112,6 +114,8 @@ class App:
                 raise refusal
             route = routes.find(exchange.method, path)
             label = route.path
+            if route.admin:
+                check_admin(self.serving, exchange)
             await route.answer(self.serving, exchange)
         except ApiError as error:
             await exchange.answer_error(error)
@@ -130,7 +134,8 @@ async def _answer_fault(exchange: Exchange) -> None:
     if exchange.status is None:
         await exchange.answer_error(error)
     elif exchange.is_streaming:
-        await exchange.write_error(error)
+        await exchange.write(sse.error_event(error))
+        await exchange.end()
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -4,6 +4,7 @@ A request is a stream of `SequenceOutput` (request_stream.py). When the core die
 sent are done again by the next one (replay.py); the others get an error.
 
     loading ─► ready ─► restarting ─► ready ...        draining: no new requests, the running ones finish
+       │         └► sleeping ─► ready ...
        └─► failed (it never came up: the message says what to change)
 """
 
@@ -13,11 +14,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from typing import Literal
 
 from headrace.config.settings import EngineSettings
 from headrace.protocol import errors, ipc
 from headrace.protocol.errors import ApiError
+from headrace.server.core_controls import CoreControls
 from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics, RequestRecord
 from headrace.server.replay import Replays
@@ -27,6 +30,9 @@ from headrace.server.supervisor import Backoff, CoreProcess, Heartbeat, describe
 logger = logging.getLogger("headrace.server")
 
 TICK_S = 0.25
+STOP_PATIENCE_S = 1.0
+
+SleepLevel = Literal[1, 2]
 
 
 class StartupError(Exception):
@@ -52,7 +58,7 @@ class EngineClient:
         self._core: CoreProcess | None = None
         self._streams: dict[str, RequestStream] = {}
         self._replays = Replays()
-        self._resets: list[asyncio.Future[int]] = []
+        self._controls = CoreControls()
         self._heartbeat = Heartbeat(settings.step_timeout_s, TICK_S)
         self._started = asyncio.Event()
         self._idle = asyncio.Event()
@@ -61,6 +67,9 @@ class EngineClient:
         self._stopping = False
         self._restart_at = 0.0
         self._last_death = ""
+        self.sleep_level: Literal[0, 1, 2] = 0
+        self._changing_sleep = asyncio.Lock()
+        self._woken: asyncio.Future[None] | None = None
         self._ready_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,8 +121,8 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """Ready (or draining), and, if work is pending, a step has finished lately."""
-        return self.info is not None and self.state in ("ready", "draining") and not self._heartbeat.late
+        """Ready (draining, asleep as it was told), and, if work is pending, a step has finished lately."""
+        return self.info is not None and self.state in ("ready", "draining", "sleeping") and not self._heartbeat.late
 
     @property
     def core_pid(self) -> int | None:
@@ -166,7 +175,7 @@ class EngineClient:
                 self._send(stream)
             while (output := await stream.next()) is not None:
                 if output.finish_reason == "error":
-                    raise errors.failed(output.error_code, output.error)
+                    raise errors.engine_error(output.error or "The engine failed on this request.")
                 yield output
         finally:
             self._forget(request_id, stream)
@@ -187,13 +196,88 @@ class EngineClient:
             if stream.in_core:
                 self._core.send(ipc.AbortRequest(request_id=request_id, index=index))
 
-    async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that nobody uses; the number of blocks freed. Raises ApiError 503."""
-        core = self._accepting()
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._resets.append(answer)
-        core.send(ipc.ResetPrefixCache())
+    def abort_requests(self, ids: Collection[str] | None) -> list[str]:
+        """End open requests, as finished for the reason "abort": those of these ids, a completion's id meaning all of
+        its prompts (`cmpl-1` for `cmpl-1-0`), or with None all. Returns their own ids."""
+        ended = []
+        for request_id, stream in list(self._streams.items()):
+            known = ids is None or request_id in ids or request_id.rpartition("-")[0] in ids
+            if stream.is_over or not known:
+                continue
+            for index in sorted(stream.open):
+                self.metrics.sequence_finished("abort")
+                stream.push(ipc.SequenceOutput(request_id=request_id, index=index, token_ids=[], finish_reason="abort"))
+            if stream.in_core and self._core is not None:
+                self._core.send(ipc.AbortRequest(request_id=request_id))
+            ended.append(request_id)
+        return ended
+
+    async def control(self, action: ipc.ControlAction, path: str | None = None) -> int:
+        """What the core answers (see `ipc.Control`). Raises ApiError: 503 without a core, 409 when it says no."""
+        return await self._control(self._accepting(), action, path)
+
+    async def _control(self, core: CoreProcess, action: ipc.ControlAction, path: str | None = None) -> int:
+        message, answer = self._controls.new(action, path)
+        core.send(message)
         return await answer
+
+    # sleep
+
+    async def sleep(self, level: SleepLevel, *, abort: bool) -> None:
+        """Take no requests and give memory back: the KV cache (level 1), or all that the core has (2), by ending it.
+
+        Open requests get an error with `abort`, else they may finish first. Sleeping deeper is possible, less deep
+        only by waking up. Raises ApiError (503) when there is no core to send to sleep.
+        """
+        async with self._changing_sleep:
+            if self.sleep_level >= level:
+                return
+            if self.state != "sleeping":
+                self._accepting()
+                self.state = "sleeping"
+                if abort:
+                    self._abort_all(errors.unavailable("sleeping", "The engine was sent to sleep."))
+                await self._idle.wait()
+            if self.sleep_level >= level:  # the core died meanwhile
+                return
+            core = self._core
+            if self.state != "sleeping" or core is None:
+                raise self.refusal() or errors.unavailable("engine_restarting", "The engine is being restarted.")
+            if level == 1:
+                await self._control(core, "release_kv_cache")
+            else:
+                self._core = None
+                await core.stop(STOP_PATIENCE_S)
+            self.sleep_level = self.metrics.sleep_level = level
+            logger.info("The engine sleeps, level %d.", level)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`; returns when requests are taken. Raises ApiError (503, 409) when it sleeps on, saying why."""
+        async with self._changing_sleep:
+            if self.state != "sleeping":
+                return
+            started = time.monotonic()
+            if self._core is not None:
+                await self._control(self._core, "restore_kv_cache")
+                self._awake()
+            else:
+                self._woken = asyncio.get_running_loop().create_future()
+                self._tasks.append(asyncio.create_task(self._supervise(await self._spawn())))
+                await self._woken
+            logger.info("The engine is awake after %.1f s.", time.monotonic() - started)
+
+    def _awake(self) -> None:
+        self.sleep_level = self.metrics.sleep_level = 0
+        if not self._draining:
+            self.state = "ready"
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    def _abort_all(self, error: ApiError) -> None:
+        for stream in list(self._streams.values()):
+            if stream.in_core and not stream.is_over and self._core is not None:
+                self._core.send(ipc.AbortRequest(request_id=stream.message.request_id))
+            stream.fail(error)
 
     def refusal(self) -> ApiError | None:
         """Why no request is taken now; None when requests are."""
@@ -238,12 +322,9 @@ class EngineClient:
     def _fail_all(self, error: ApiError) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
-        for answer in self._take_resets():
-            answer.set_exception(error)
-
-    def _take_resets(self) -> list[asyncio.Future[int]]:
-        resets, self._resets = self._resets, []
-        return [answer for answer in resets if not answer.done()]
+        self._controls.fail_all(error)
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_exception(error)
 
     # messages
 
@@ -265,13 +346,10 @@ class EngineClient:
                 self._heartbeat.beat()
                 if (stream := self._streams.get(request_id)) is not None:
                     self.metrics.refused(message.code)
-                    stream.refuse(errors.refused(message.code, message.message, message.param))
+                    stream.refuse(errors.refused(message.code, message.message))
                     self._send_due()
-            case ipc.PrefixCacheReset(num_blocks=num_blocks):
-                if self._resets:
-                    answer = self._resets.pop(0)
-                    if not answer.done():
-                        answer.set_result(num_blocks)
+            case ipc.Controlled():
+                self._controls.answered(message)
             case ipc.Loading():
                 self.loading = message
             case ipc.Ready(info=info):
@@ -280,8 +358,7 @@ class EngineClient:
                 self.metrics.engine_ready(info, self.settings)
                 self._heartbeat = Heartbeat(self.settings.step_timeout_s, TICK_S)
                 self._ready_at = time.monotonic()
-                if not self._draining:
-                    self.state = "ready"
+                self._awake()
                 self._started.set()
                 self._send_due()
             case ipc.Failed(message=text):
@@ -293,11 +370,14 @@ class EngineClient:
         backoff = Backoff()
         while True:
             status = await core.wait()
-            if self._stopping:
+            if self._stopping or core is not self._core:
                 return
             core.close()
             self._core = None
             reason = f"The engine process {describe_exit(status)}"
+            if self.state == "sleeping":
+                self._died_asleep(reason)
+                return
             if self.info is None:
                 self.failure = self.failure or f"{reason} while it was loading."
                 self.state = "failed"
@@ -325,11 +405,18 @@ class EngineClient:
             await asyncio.sleep(delay_s)
             core = await self._respawn(backoff)
 
+    def _died_asleep(self, reason: str) -> None:
+        """Nobody needs a core now: the next one is started by waking up. It may have died of just that."""
+        logger.error("%s while the engine slept; waking up starts another. %s", reason, self.failure or "")
+        advice = errors.unavailable("sleeping", self.failure or f"{reason} before it was awake. The engine sleeps on.")
+        self.failure = None
+        self.sleep_level = self.metrics.sleep_level = 2
+        self._fail_all(advice)
+
     def _after_death(self, reason: str, was_ready: bool) -> int:
         """Fail the requests that cannot be done again; how many. A core that died while it loaded leaves no hope."""
         lost = errors.unavailable("engine_restarting", f"{reason} before this request was done. Send it again.")
-        for answer in self._take_resets():
-            answer.set_exception(lost)
+        self._controls.fail_all(lost)
         before = [stream for stream in self._streams.values() if not stream.is_over]
         for stream in before:
             if not was_ready or (stream.in_core and not stream.repeatable):
@@ -364,7 +451,7 @@ class EngineClient:
             beat = self._heartbeat
             # Not those that have all their tokens and a reader who does not take them.
             num_pending = sum(stream.in_core and not stream.is_over for stream in self._streams.values())
-            beat.tick(time.monotonic(), pending=num_pending > 0 and self.state in ("ready", "draining"))
+            beat.tick(time.monotonic(), pending=num_pending > 0 and self.state in ("ready", "draining", "sleeping"))
             if beat.late and not was_late:
                 logger.error(
                     "No step has finished for %.1f s while %d requests wait (limit %.1f s): /health answers 503.",

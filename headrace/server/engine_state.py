@@ -8,8 +8,10 @@ from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import Loading
 
-State = Literal["loading", "ready", "restarting", "draining", "failed"]
+State = Literal["loading", "ready", "restarting", "draining", "sleeping", "failed"]
 
+SLEEP_S = 10
+"""When to look again whether a sleeping engine was woken."""
 RELOAD_S = 2
 """What a restart takes besides its delay, as a first guess."""
 
@@ -30,6 +32,9 @@ def state_refusal(
             return errors.unavailable("engine_loading", f"The model is still loading{progress}.")
         case "draining":
             return errors.unavailable("draining", "The server is shutting down and takes no new requests.")
+        case "sleeping":
+            waking = f" It is waking up{progress}." if loading else ""
+            return errors.unavailable("sleeping", f"The engine sleeps until POST /wake_up.{waking}", SLEEP_S)
         case "failed":
             return errors.unavailable("engine_failed", "The engine could not start; see the server's log.", 30)
     how = last_death or "The engine process died"

@@ -90,13 +90,11 @@ async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequ
             if choice.finished:
                 continue
             if output.finish_reason == "error":
-                raise errors.failed(output.error_code, output.error)
+                raise errors.engine_error(output.error or "The engine failed on this request.")
             if output.prompt_logprobs:
                 prompt_logprobs += output.prompt_logprobs
                 if len(prompt_logprobs) == len(request.token_ids) - 1:
                     yield Delta(output.index, "", (), prompt_logprobs=tuple(prompt_logprobs))
-            if output.finish_reason == "abort":
-                raise errors.unavailable("aborted", "The engine stopped this request before it was done.")
             for delta in choice.add(output):
                 yield delta
             if choice.finished:

@@ -12,14 +12,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
-from headrace.protocol import errors, sse
+from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.translate.events import Dialect
-from headrace.protocol.translate.exchange import Outgoing
-from headrace.protocol.translate.failures import error_payload
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -54,18 +52,20 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))
+        """Of a parameter that is repeated the last is kept."""
         self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self.answer_headers: dict[str, str] = {}
         self.request_id = ""
+        self.answer_id: str | None = None
+        """The id that a generated answer carries, once it has one."""
         self.name(self.headers.get("x-request-id", ""))
         self.status: int | None = None
         """The status sent, None as long as nothing was."""
         self.is_streaming = False
         """A streamed answer has begun and not ended."""
-        self.dialect: Dialect = "chat"
-        """Whose errors the client reads."""
         self._write_began: float | None = None
-        self._wrote_at = 0.0
+        self._body: bytes | None = None
         self._receive = receive
         self._send = send
 
@@ -83,7 +83,9 @@ class Exchange:
             self.answer_headers["x-headrace-ignored"] = ",".join(list(listed)[:MAX_NAMES])
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises ApiError 413 or 408, ClientGone."""
+        """The whole body, kept for who reads it next. Raises ApiError 413 or 408, ClientGone."""
+        if self._body is not None:
+            return self._body
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit_bytes:
             await self._discard()
@@ -107,7 +109,8 @@ class Exchange:
                 raise errors.request_too_large(limit_bytes)
             parts.append(part)
             more = message.get("more_body", False)
-        return b"".join(parts)
+        self._body = b"".join(parts)
+        return self._body
 
     async def _discard(self) -> None:
         try:
@@ -137,19 +140,7 @@ class Exchange:
         await self.answer(status, encode_json(value))
 
     async def answer_error(self, error: ApiError) -> None:
-        headers = dict(error.headers)
-        if self.dialect == "messages":
-            headers["request-id"] = self.request_id
-        await self.answer(error.status, encode_json(error_payload(self.dialect, error, self.request_id)), JSON, headers)
-
-    async def write_error(self, error: ApiError) -> None:
-        """An error in a stream that has begun, and its end."""
-        payload = error_payload(self.dialect, error, self.request_id)
-        if self.dialect == "messages":
-            await self.write(Outgoing(payload, "error").encode())
-        else:
-            await self.write(sse.error_event(error))
-        await self.end()
+        await self.answer(error.status, error.body(), headers=error.headers)
 
     async def stream(self, headers: Mapping[str, str]) -> None:
         """Begin a streamed answer with status 200."""
@@ -174,7 +165,6 @@ class Exchange:
         self._write_began = time.monotonic()
         await self._send(message)
         self._write_began = None
-        self._wrote_at = time.monotonic()
 
     @property
     def is_stalled(self) -> bool:
@@ -182,7 +172,3 @@ class Exchange:
         would cost more than the write."""
         began = self._write_began
         return began is not None and time.monotonic() - began > WRITE_STALL_S
-
-    def is_silent(self, seconds: float) -> bool:
-        """A streamed answer has begun, and nothing was written for so long."""
-        return self.is_streaming and self._write_began is None and time.monotonic() - self._wrote_at >= seconds

@@ -87,6 +87,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.core_pid: int | None = None
         self.num_restarts = 0
+        self.sleep_level = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._model_name = model_name
@@ -289,6 +290,14 @@ class EngineMetrics:
             cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=(*LABELS, *names))
             cache.add_metric((*self._labels, *self._cache_labels.values()), 1)
             yield cache
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state it is in: awake, without KV cache (level 1), without anything (level 2).",
+            labels=(*LABELS, "sleep_state"),
+        )
+        for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+            sleep.add_metric((*self._labels, name), self.sleep_level == level)
+        yield sleep
         yield CounterMetricFamily("headrace:engine_restarts", "Times the core was restarted.", self.num_restarts)
         memory = GaugeMetricFamily("headrace:resident_memory_bytes", "Resident memory.", labels=("process",))
         for process, pid in (("server", "self"), ("core", self.core_pid)):

@@ -48,6 +48,8 @@ async def read_request(serving: Serving, exchange: Exchange, dialect: type[T]) -
 def log_request(
     serving: Serving, exchange: Exchange, answer_id: str, prompt_tokens: int, params: SamplingParams
 ) -> None:
+    """Tie the answer's id to its exchange, so that either ends the request, and log what is asked for."""
+    exchange.answer_id = answer_id
     if serving.settings.log_requests:
         logger.info(
             "Request %s (%s) to %s: %d prompt tokens, %s",

@@ -7,7 +7,7 @@ Clients disagree on where the base URL ends, so `/v1/chat/completions`, `/chat/c
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -17,12 +17,12 @@ from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
-from headrace.server import status
-from headrace.protocol.translate.events import Dialect
+from headrace.server import admin, status
+from headrace.server.admin import AbortFields
 from headrace.server.chat import chat_completions
 from headrace.server.completions import completions
 from headrace.server.http import Exchange
-from headrace.server.messages import count_tokens, messages
+from headrace.server.invocations import invocations
 from headrace.server.models import list_models, retrieve_model
 from headrace.server.pages import docs_page, openapi_document
 from headrace.server.serving import Serving
@@ -40,6 +40,8 @@ class Route:
     answer: Handler
     summary: str
     body: tuple[type[msgspec.Struct], ...] = ()
+    admin: bool = False
+    """For whoever runs the server; see admin.py."""
 
 
 def _check_open(serving: Serving, exchange: Exchange) -> None:
@@ -69,8 +71,6 @@ MODEL_PATH = "/v1/models/{model}"
 ROUTES: tuple[Route, ...] = (
     Route("/v1/chat/completions", "POST", chat_completions, "Answer a conversation", (ChatFields, SamplingFields)),
     Route("/v1/completions", "POST", completions, "Continue a text", (CompletionFields, SamplingFields)),
-    Route("/v1/messages", "POST", messages, "Answer a conversation, in Anthropic's dialect"),
-    Route("/v1/messages/count_tokens", "POST", count_tokens, "How many tokens a conversation has"),
     Route("/v1/models", "GET", list_models, "The served models, their limits and sampling defaults"),
     Route(MODEL_PATH, "GET", _model, "One served model; its name may contain slashes"),
     Route("/tokenize", "POST", tokenize, "Token ids of a text or a conversation", (TokenizeFields,)),
@@ -83,7 +83,17 @@ ROUTES: tuple[Route, ...] = (
     Route("/version", "GET", status.version, "The server's version"),
     Route("/load", "GET", status.load, "How many requests are being answered"),
     Route("/metrics", "GET", status.metrics, "Metrics for Prometheus"),
-    Route("/reset_prefix_cache", "POST", status.reset_prefix_cache, "Forget cached prefixes that nobody uses"),
+    Route("/invocations", "POST", invocations, "SageMaker's entry: a chat or a completion, as the body says"),
+    Route("/server_info", "GET", admin.server_info, "Settings, what the engine found, its last step", admin=True),
+    Route(
+        "/reset_prefix_cache", "POST", admin.reset_prefix_cache, "Forget cached prefixes that nobody uses", admin=True
+    ),
+    Route("/sleep", "POST", admin.sleep, "Give memory back: ?level=1 the KV cache, 2 all of it", admin=True),
+    Route("/wake_up", "POST", admin.wake_up, "Undo /sleep", admin=True),
+    Route("/is_sleeping", "GET", admin.is_sleeping, "Whether the engine sleeps", admin=True),
+    Route("/abort_requests", "POST", admin.abort_requests, "End requests by id, or all", (AbortFields,), admin=True),
+    Route("/start_profile", "POST", admin.start_profile, "Profile the engine (--profiler-dir)", admin=True),
+    Route("/stop_profile", "POST", admin.stop_profile, "End the profile; answers with its file", admin=True),
     Route("/openapi.json", "GET", _openapi, "This table as an OpenAPI document"),
     Route("/docs", "GET", _docs, "This table as a page"),
     Route("/", "GET", status.root, "Name, version and model"),
@@ -98,6 +108,7 @@ NOT_BUILT = {
     "/v2/rerank": "reranking",
     "/v2/embed": "embeddings",
     "/responses": "the Responses API",
+    "/messages": "the Anthropic Messages API",
     "/chat/completions/batch": "batched chat",
     "/audio": "audio",
     "/images": "image generation",
@@ -110,35 +121,22 @@ NOT_BUILT = {
     "/threads": "the Assistants API",
     "/vector_stores": "vector stores",
     "/realtime": "the Realtime API",
-    "/invocations": "the SageMaker entry point",
     "/load_lora_adapter": "loading LoRA adapters",
     "/unload_lora_adapter": "unloading LoRA adapters",
-    "/sleep": "sleep mode",
-    "/wake_up": "sleep mode",
-    "/is_sleeping": "sleep mode",
-    "/server_info": "server information",
     "/tokenizer_info": "tokenizer information",
-    "/start_profile": "profiling",
-    "/stop_profile": "profiling",
 }
 """Canonical paths of features that other servers have, by what they are; paths below them are meant too."""
 
 
 def canonical(path: str, root_path: str = "") -> str:
-    """The path without `root_path`, an optional `/api`, `/openai` or `/anthropic`, any `/v1`s, and a trailing slash."""
+    """The path without `root_path`, the optional `/api` or `/openai`, any number of `/v1`, and a trailing slash."""
     root = root_path.rstrip("/")
     if root and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
     path = "/" + path.strip("/")
-    path = re.sub(r"^/(?:api|openai|anthropic)(?=/|$)", "", path)
+    path = re.sub(r"^/(?:api|openai)(?=/|$)", "", path)
     path = re.sub(r"^(?:/+v1)+(?=/|$)", "", path)
     return "/" + path.lstrip("/")
-
-
-def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """In whose words a client of this canonical path reads errors."""
-    is_messages = path == "/messages" or path.startswith("/messages/") or "anthropic-version" in headers
-    return "messages" if is_messages else "chat"
 
 
 _BY_PATH: dict[str, dict[str, Route]] = {}

@@ -11,22 +11,24 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import headrace
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import EngineInfo
+from headrace.protocol.ipc import ControlAction, EngineInfo, StepStats
 from headrace.protocol.sampling import ModelLimits, SamplingFields
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.chat_format import ChatFormat
+from headrace.server.engine_state import State
 from headrace.server.generation import Engine
+from headrace.server.http import Exchange
 from headrace.server.metrics import EngineMetrics
 from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
@@ -51,7 +53,18 @@ class Client(Engine, Protocol):
 
     def refusal(self) -> ApiError | None: ...
 
-    async def reset_prefix_cache(self) -> int: ...
+    state: State
+    sleep_level: Literal[0, 1, 2]
+    num_restarts: int
+    last_stats: StepStats | None
+
+    def abort_requests(self, ids: Collection[str] | None) -> list[str]: ...
+
+    async def control(self, action: ControlAction, path: str | None = None) -> int: ...
+
+    async def sleep(self, level: Literal[1, 2], *, abort: bool) -> None: ...
+
+    async def wake_up(self) -> None: ...
 
 
 class ModelNames:
@@ -108,7 +121,9 @@ class Serving:
         self.num_generating = 0
         """Requests for text that are being answered now."""
         self._compiled = lru_cache(maxsize=NUM_TEMPLATES)(lambda source: ChatTemplate(source, tokenizer.special_tokens))
-        self._policy = engine_settings.scheduling_policy
+        self.engine_settings = engine_settings
+        self.exchanges: set[Exchange] = set()
+        """Requests of any kind that are being answered now."""
         # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
         self._seeds = random.SystemRandom() if engine_settings.seed is None else random.Random(engine_settings.seed)
 
@@ -133,7 +148,7 @@ class Serving:
 
     def priority(self, fields: SamplingFields) -> int:
         """Raises ApiError (400) when the scheduler does not look at priorities."""
-        if fields.priority and self._policy != "priority":
+        if fields.priority and self.engine_settings.scheduling_policy != "priority":
             raise errors.invalid_value(
                 "priority", "`priority` has an effect only when the server runs with --scheduling-policy priority."
             )
@@ -163,11 +178,6 @@ class Serving:
 
     def _format(self, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> ChatFormat:
         return ChatFormat.of(template, tool_template, self.settings, self.tokenizer)
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the model's answers can have thinking."""
-        return self.chat is not None and self.chat.reasoning is not None
 
     def chat_format(self, own_template: str | None) -> ChatFormat:
         """The model's, or that of a request's own chat template. Raises ApiError (400)."""
@@ -211,6 +221,11 @@ class Serving:
             max_model_len=self.ready_info().max_model_len,
             max_tokens=max_tokens,
         )
+
+    def answer_ids(self, name: str) -> list[str]:
+        """The ids of the open answers that `name` means: such an id itself, or a request's `x-request-id`."""
+        named = (exchange.answer_id for exchange in self.exchanges if exchange.request_id == name)
+        return [name, *(answer_id for answer_id in named if answer_id is not None)]
 
     @contextmanager
     def generating(self) -> Iterator[None]:

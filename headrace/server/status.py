@@ -1,7 +1,7 @@
-"""Routes that say how the server is, and the one that clears its prefix cache.
+"""Routes that say how the server is.
 
-/health is about life: 200 while the engine makes progress. /ready is about work: 200 while new requests are
-taken, so it is 503 while loading, restarting and draining.
+/health is about life: 200 while the engine makes progress, or sleeps as it was told. /ready is about work: 200 while
+new requests are taken, so it is 503 while loading, restarting, sleeping and draining.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from headrace.server.serving import Serving
 
 async def health(serving: Serving, exchange: Exchange) -> None:
     if serving.client.healthy:
-        return await exchange.answer_json({})
+        asleep = serving.client.state == "sleeping"
+        return await exchange.answer_json({"status": "sleeping"} if asleep else {})
     stuck = errors.unavailable("engine_stuck", "Requests are waiting and the engine has not finished a step for long.")
     await exchange.answer_error(serving.not_ready() or stuck)
 
@@ -41,11 +42,6 @@ async def load(serving: Serving, exchange: Exchange) -> None:
 
 async def metrics(serving: Serving, exchange: Exchange) -> None:
     await exchange.answer(200, serving.metrics.render(), CONTENT_TYPE)
-
-
-async def reset_prefix_cache(serving: Serving, exchange: Exchange) -> None:
-    num_blocks = await serving.client.reset_prefix_cache()
-    await exchange.answer_json({"num_blocks": num_blocks})
 
 
 async def root(serving: Serving, exchange: Exchange) -> None:

@@ -121,12 +121,12 @@ async def test_aborting_one_sequence_leaves_the_others(client):
     finished = set()
     async for output in client.generate("pair", PROMPT, SamplingParams(max_tokens=50, n=2, temperature=1.0, seed=3)):
         seen[output.index] = seen.get(output.index, 0) + len(output.token_ids)
-        if output.index == 0 and seen[0] == 1:
+        if output.index == 0:
             client.abort("pair", 0, "stop")
         if output.finish_reason is not None:
             finished.add(output.index)
     assert finished == {1}
-    assert seen[0] == 1
+    assert seen[0] < seen[1] == 50
     await idle(client)
 
 
@@ -165,9 +165,9 @@ async def test_resetting_the_prefix_cache_makes_the_next_request_cold(client):
     warm = await outputs(client, "warm", long_prompt)
     assert warm[0].num_cached_tokens >= 64
     await idle(client)
-    assert await client.reset_prefix_cache() > 0
+    assert await client.control("reset_prefix_cache") > 0
     assert (await outputs(client, "cold again", long_prompt))[0].num_cached_tokens == 0
-    assert await client.reset_prefix_cache() > 0
+    assert await client.control("reset_prefix_cache") > 0
 
 
 async def test_what_happened_is_in_the_metrics(client):
@@ -206,7 +206,7 @@ async def test_a_start_that_cannot_work_says_what_to_change(model):
 async def test_without_torch_the_start_says_what_to_install(model, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    client = EngineClient(settings(model))
+    client = EngineClient(settings(model, kernels="reference"))
     await client.start()
     with pytest.raises(StartupError, match="pip install"):
         await client.wait_ready()

@@ -152,7 +152,7 @@ async def test_a_stopped_core_without_work_is_not_blamed(client):
     await asyncio.sleep(2.5)
     assert client.healthy
     os.kill(pid, signal.SIGCONT)
-    assert await client.reset_prefix_cache() >= 0
+    assert await client.control("reset_prefix_cache") >= 0
     assert client.core_pid == pid
 
 
