@@ -1,4 +1,4 @@
-"""A Llama small enough to load in milliseconds: random weights and a byte tokenizer, written without torch."""
+"""A Llama small enough to load in milliseconds: random weights, a byte tokenizer or the bundled one, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.small_models import END_TOKEN_ID, VOCAB_SIZE, write_byte_tokenizer
+from tests.small_models import END_TOKEN_ID, VOCAB_SIZE, write_bundled_tokenizer, write_byte_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 2, 16, 128
 
@@ -21,13 +21,18 @@ def tiny_llama(
     seed: int = 0,
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
+    bundled_tokenizer: bool = False,
 ) -> Path:
     """Write config.json, model.safetensors (float32), tokenizer and chat template into `folder`."""
-    write_byte_tokenizer(folder)
+    vocab_size, end_token_id = VOCAB_SIZE, END_TOKEN_ID
+    if bundled_tokenizer:
+        vocab_size, end_token_id = write_bundled_tokenizer(folder)
+    else:
+        write_byte_tokenizer(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
         "num_hidden_layers": num_layers,
@@ -40,7 +45,7 @@ def tiny_llama(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "eos_token_id": END_TOKEN_ID,
+        "eos_token_id": end_token_id,
     }
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(seed)
@@ -49,9 +54,9 @@ def tiny_llama(
         return random.normal(0.0, 0.3, (out, width)).astype(np.float32)
 
     tensors = {
-        "model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN),
+        "model.embed_tokens.weight": matrix(vocab_size, HIDDEN),
         "model.norm.weight": np.ones(HIDDEN, np.float32),
-        "lm_head.weight": matrix(VOCAB_SIZE, HIDDEN),
+        "lm_head.weight": matrix(vocab_size, HIDDEN),
     }
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}."

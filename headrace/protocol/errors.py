@@ -144,9 +144,16 @@ def not_enabled(message: str) -> ApiError:
     return ApiError(400, message, code="not_enabled")
 
 
-def refused(code: str, message: str) -> ApiError:
-    """What the scheduler answers to a request that can never run, or that finds the queue full (429)."""
-    return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code)
+def refused(code: str, message: str, param: str | None = None) -> ApiError:
+    """What the engine answers to a request that can never run, or that finds the queue full (429)."""
+    return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code, param=param)
+
+
+def failed(code: str, message: str | None) -> ApiError:
+    """What the engine says of a request that it could not go on with: 400 where only the request is to blame."""
+    if code == "grammar_dead_end":
+        return ApiError(400, message or "The grammar allows nothing more.", code=code)
+    return engine_error(message or "The engine failed on this request.")
 
 
 # 401, 403: who asks

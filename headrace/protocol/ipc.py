@@ -158,6 +158,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_code: str = "engine_error"
+    """With finish_reason "error": engine_error, or grammar_dead_end."""
     num_cached_tokens: int = 0
     """Prompt tokens served from the prefix cache; set with the sequence's first token."""
     queue_s: float = 0.0
@@ -236,8 +238,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
     request_id: str
     code: str
-    """context_length_exceeded, kv_cache_too_small, queue_full or invalid_request."""
+    """context_length_exceeded, kv_cache_too_small, queue_full, invalid_grammar or invalid_request."""
     message: str
+    param: str | None = None
+    """The field of the request that is at fault, where that is known."""
 
 
 class Controlled(msgspec.Struct, frozen=True, tag="controlled", omit_defaults=True, kw_only=True):

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 
 from headrace.config.settings import EngineSettings, ServerSettings
-from headrace.protocol import errors, sse
+from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
 from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.server import routes
@@ -105,6 +105,7 @@ class App:
         label = "none"
         try:
             path = routes.canonical(exchange.path, self._root_path)
+            exchange.dialect = routes.dialect_of(path, exchange.headers)
             origin = exchange.headers.get("origin")
             if exchange.method == "OPTIONS" and origin and "access-control-request-method" in exchange.headers:
                 await exchange.answer(204, b"", headers=self._cors.preflight(origin, exchange.headers))
@@ -134,8 +135,7 @@ async def _answer_fault(exchange: Exchange) -> None:
     if exchange.status is None:
         await exchange.answer_error(error)
     elif exchange.is_streaming:
-        await exchange.write(sse.error_event(error))
-        await exchange.end()
+        await exchange.write_error(error)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

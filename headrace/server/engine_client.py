@@ -175,7 +175,7 @@ class EngineClient:
                 self._send(stream)
             while (output := await stream.next()) is not None:
                 if output.finish_reason == "error":
-                    raise errors.engine_error(output.error or "The engine failed on this request.")
+                    raise errors.failed(output.error_code, output.error)
                 yield output
         finally:
             self._forget(request_id, stream)
@@ -346,7 +346,7 @@ class EngineClient:
                 self._heartbeat.beat()
                 if (stream := self._streams.get(request_id)) is not None:
                     self.metrics.refused(message.code)
-                    stream.refuse(errors.refused(message.code, message.message))
+                    stream.refuse(errors.refused(message.code, message.message, message.param))
                     self._send_due()
             case ipc.Controlled():
                 self._controls.answered(message)

@@ -90,7 +90,7 @@ async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequ
             if choice.finished:
                 continue
             if output.finish_reason == "error":
-                raise errors.engine_error(output.error or "The engine failed on this request.")
+                raise errors.failed(output.error_code, output.error)
             if output.prompt_logprobs:
                 prompt_logprobs += output.prompt_logprobs
                 if len(prompt_logprobs) == len(request.token_ids) - 1:

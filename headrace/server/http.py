@@ -16,8 +16,11 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from headrace.protocol import errors
+from headrace.protocol import errors, sse
 from headrace.protocol.errors import ApiError
+from headrace.protocol.translate.events import Dialect
+from headrace.protocol.translate.exchange import Outgoing
+from headrace.protocol.translate.failures import error_payload
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -64,7 +67,10 @@ class Exchange:
         """The status sent, None as long as nothing was."""
         self.is_streaming = False
         """A streamed answer has begun and not ended."""
+        self.dialect: Dialect = "chat"
+        """Whose errors the client reads."""
         self._write_began: float | None = None
+        self._wrote_at = 0.0
         self._body: bytes | None = None
         self._receive = receive
         self._send = send
@@ -140,7 +146,19 @@ class Exchange:
         await self.answer(status, encode_json(value))
 
     async def answer_error(self, error: ApiError) -> None:
-        await self.answer(error.status, error.body(), headers=error.headers)
+        headers = dict(error.headers)
+        if self.dialect == "messages":
+            headers["request-id"] = self.request_id
+        await self.answer(error.status, encode_json(error_payload(self.dialect, error, self.request_id)), JSON, headers)
+
+    async def write_error(self, error: ApiError) -> None:
+        """An error in a stream that has begun, and its end."""
+        payload = error_payload(self.dialect, error, self.request_id)
+        if self.dialect == "messages":
+            await self.write(Outgoing(payload, "error").encode())
+        else:
+            await self.write(sse.error_event(error))
+        await self.end()
 
     async def stream(self, headers: Mapping[str, str]) -> None:
         """Begin a streamed answer with status 200."""
@@ -165,6 +183,7 @@ class Exchange:
         self._write_began = time.monotonic()
         await self._send(message)
         self._write_began = None
+        self._wrote_at = time.monotonic()
 
     @property
     def is_stalled(self) -> bool:
@@ -172,3 +191,7 @@ class Exchange:
         would cost more than the write."""
         began = self._write_began
         return began is not None and time.monotonic() - began > WRITE_STALL_S
+
+    def is_silent(self, seconds: float) -> bool:
+        """A streamed answer has begun, and nothing was written for so long."""
+        return self.is_streaming and self._write_began is None and time.monotonic() - self._wrote_at >= seconds

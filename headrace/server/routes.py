@@ -7,7 +7,7 @@ Clients disagree on where the base URL ends, so `/v1/chat/completions`, `/chat/c
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -17,12 +17,14 @@ from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
+from headrace.protocol.translate.events import Dialect
 from headrace.server import admin, status
 from headrace.server.admin import AbortFields
 from headrace.server.chat import chat_completions
 from headrace.server.completions import completions
 from headrace.server.http import Exchange
 from headrace.server.invocations import invocations
+from headrace.server.messages import count_tokens, messages
 from headrace.server.models import list_models, retrieve_model
 from headrace.server.pages import docs_page, openapi_document
 from headrace.server.serving import Serving
@@ -71,6 +73,8 @@ MODEL_PATH = "/v1/models/{model}"
 ROUTES: tuple[Route, ...] = (
     Route("/v1/chat/completions", "POST", chat_completions, "Answer a conversation", (ChatFields, SamplingFields)),
     Route("/v1/completions", "POST", completions, "Continue a text", (CompletionFields, SamplingFields)),
+    Route("/v1/messages", "POST", messages, "Answer a conversation, in Anthropic's dialect"),
+    Route("/v1/messages/count_tokens", "POST", count_tokens, "How many tokens a conversation has"),
     Route("/v1/models", "GET", list_models, "The served models, their limits and sampling defaults"),
     Route(MODEL_PATH, "GET", _model, "One served model; its name may contain slashes"),
     Route("/tokenize", "POST", tokenize, "Token ids of a text or a conversation", (TokenizeFields,)),
@@ -108,7 +112,6 @@ NOT_BUILT = {
     "/v2/rerank": "reranking",
     "/v2/embed": "embeddings",
     "/responses": "the Responses API",
-    "/messages": "the Anthropic Messages API",
     "/chat/completions/batch": "batched chat",
     "/audio": "audio",
     "/images": "image generation",
@@ -129,14 +132,20 @@ NOT_BUILT = {
 
 
 def canonical(path: str, root_path: str = "") -> str:
-    """The path without `root_path`, the optional `/api` or `/openai`, any number of `/v1`, and a trailing slash."""
+    """The path without `root_path`, an optional `/api`, `/openai` or `/anthropic`, any `/v1`s, and a trailing slash."""
     root = root_path.rstrip("/")
     if root and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
     path = "/" + path.strip("/")
-    path = re.sub(r"^/(?:api|openai)(?=/|$)", "", path)
+    path = re.sub(r"^/(?:api|openai|anthropic)(?=/|$)", "", path)
     path = re.sub(r"^(?:/+v1)+(?=/|$)", "", path)
     return "/" + path.lstrip("/")
+
+
+def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
+    """In whose words a client of this canonical path reads errors."""
+    is_messages = path == "/messages" or path.startswith("/messages/") or "anthropic-version" in headers
+    return "messages" if is_messages else "chat"
 
 
 _BY_PATH: dict[str, dict[str, Route]] = {}

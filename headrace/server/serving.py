@@ -179,6 +179,11 @@ class Serving:
     def _format(self, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> ChatFormat:
         return ChatFormat.of(template, tool_template, self.settings, self.tokenizer)
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's answers can have thinking."""
+        return self.chat is not None and self.chat.reasoning is not None
+
     def chat_format(self, own_template: str | None) -> ChatFormat:
         """The model's, or that of a request's own chat template. Raises ApiError (400)."""
         own = own_template
