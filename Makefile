@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself. Variables worth knowing:
 #   PYTHON=python3.12   the interpreter .venv is made with
-#   TORCH=              do not install torch (you have put your own build into .venv); or TORCH=torch==2.12.1
+#   TORCH=              do not install torch for the tests (you have put your own build into .venv); or TORCH=torch==2.12.1
 #   ARGS="..."          flags for `headrace up` (run), for pytest (test*), for the load generator (bench)
 
 VENV := .venv
