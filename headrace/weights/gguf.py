@@ -30,7 +30,7 @@ Blocks = NDArray[np.uint8]
 """[out, blocks of a row, bytes of a block]"""
 Integers = NDArray[Any]
 Parts = tuple[Integers, NDArray[np.float32], NDArray[np.float32] | None]
-"""Integers [out, groups of a row, group size], scales and offsets [out, groups of a row]."""
+"""Integers [out, groups of a row, group size] (4 bits: two a byte), scales and offsets [out, groups of a row]."""
 
 SUPER_BLOCK = 256
 BLOCK_BYTES = {
@@ -49,22 +49,21 @@ def import_blocks(raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]) -> 
     """The weight [out, in] held by `raw` (uint8, all its bytes), of a `kind` of BLOCK_BYTES."""
     out, width = shape
     values, scales, offsets = _READERS[kind](raw.reshape(out, -1, BLOCK_BYTES[kind]))
-    group_size = values.shape[-1]
     if kind in ("Q4_0", "Q4_1", "Q4_K"):
-        pairs = values.reshape(out, width // 2, 2)
-        packed = pairs[..., 0] | (pairs[..., 1] << np.uint8(4))
-        return Weight(shape, packed, bits=4, group_size=group_size, scales=scales, offsets=offsets)
+        packed = values.reshape(out, width // 2)
+        return Weight(shape, packed, bits=4, group_size=32, scales=scales, offsets=offsets)
+    group_size = values.shape[-1]
     values = values.astype(np.int8, copy=False).reshape(out, width)
     return Weight(shape, values, bits=8, group_size=group_size, scales=scales, offsets=offsets)
 
 
 def _q4_0(blocks: Blocks) -> Parts:
     scales = _float16(blocks, 0)
-    return _halves(blocks[..., 2:]), scales, scales * np.float32(-8)
+    return np.concatenate(_pairs(blocks[..., 2:]), axis=-1), scales, scales * np.float32(-8)
 
 
 def _q4_1(blocks: Blocks) -> Parts:
-    return _halves(blocks[..., 4:]), _float16(blocks, 0), _float16(blocks, 2)
+    return np.concatenate(_pairs(blocks[..., 4:]), axis=-1), _float16(blocks, 0), _float16(blocks, 2)
 
 
 def _q5_0(blocks: Blocks) -> Parts:
@@ -81,7 +80,11 @@ def _q8_0(blocks: Blocks) -> Parts:
 
 
 def _q4_k(blocks: Blocks) -> Parts:
-    return _pairs_of_groups(blocks[..., 16:]), *_six_bit_scales(blocks)
+    out, count, _ = blocks.shape
+    # Of every 32 bytes the low nibbles are one group, the high ones the next.
+    low, high = _pairs(blocks[..., 16:])
+    groups = np.stack([low.reshape(out, count, 4, 16), high.reshape(out, count, 4, 16)], axis=-2)
+    return groups, *_six_bit_scales(blocks)
 
 
 def _q5_k(blocks: Blocks) -> Parts:
@@ -115,6 +118,15 @@ _READERS: dict[str, Callable[[Blocks], Parts]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
+
+
+def _pairs(nibbles: Blocks) -> tuple[Integers, Integers]:
+    """Of n bytes the low nibbles, and the high ones, each as n / 2 bytes of two neighbours."""
+    # Two bytes at a time as one number: four passes over half as many, instead of taking every value apart.
+    words = nibbles.view("<u2")
+    low = (words & np.uint16(0x0F)) | ((words >> np.uint16(4)) & np.uint16(0xF0))
+    high = ((words >> np.uint16(4)) & np.uint16(0x0F)) | ((words >> np.uint16(8)) & np.uint16(0xF0))
+    return low.astype(np.uint8), high.astype(np.uint8)
 
 
 def _halves(nibbles: Blocks) -> Integers:
