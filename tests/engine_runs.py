@@ -13,6 +13,7 @@ from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput, To
 class Sequence:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -33,6 +34,7 @@ def collect(outputs: Iterable[SequenceOutput], into: dict[tuple[str, int], Seque
         sequence.logprobs += output.logprobs or ()
         sequence.prompt_logprobs += output.prompt_logprobs or ()
         sequence.finish_reason = output.finish_reason
+        sequence.error = output.error
 
 
 def run(core: EngineCore, requests: Iterable[AddRequest], max_steps: int = 20_000) -> dict[tuple[str, int], Sequence]:
@@ -43,8 +45,11 @@ def run(core: EngineCore, requests: Iterable[AddRequest], max_steps: int = 20_00
         assert refusal is None, refusal
     for _ in range(max_steps):
         if not core.has_work:
-            break
+            if not core.awaits_grammars:
+                break
+            core.wait_for_grammar()
         output = core.step()
+        assert not (refused := core.take_refused()), refused
         if output is not None:
             collect(output.outputs, sequences)
     assert not core.has_work, "requests were left unfinished"

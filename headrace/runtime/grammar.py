@@ -10,6 +10,7 @@ The matcher is the grammar library's (grammar_source.py); nothing of it is impor
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ Tokens = NDArray[np.int32]
 MAX_DIGITS = 20
 """In a row in a number of JSON: no 64-bit integer and no exact decimal of a double has more."""
 MAX_EXPONENT_DIGITS = 2
+MASK_S, MASKS_AHEAD_S = 0.002, 0.1
+"""Processor time that a sequence's masks may take: so much for each token, and so much before it counts. Usual ones
+take 0.02 to 0.1 ms; the library's own limits do not bound every grammar."""
 _TAIL_BYTES = 64
 _NUMBER = re.compile(rb"[\[{:,] ?(?:\r?\n[ \t]*)?-?(?P<body>[0-9][0-9.]*(?P<exponent>[eE][+-]?[0-9]*)?)\Z")
 
@@ -73,15 +77,20 @@ class GrammarState:
         self._after = grammar.after
         self._begun = not grammar.after
         self._num_seen = 0
+        self._spent_s = 0.0
         self._tail = b","
 
     def mask(self, generated: Tokens) -> Mask | None:
-        """Which tokens may follow `generated`; None: all. Raises DeadEnd."""
+        """Which tokens may follow `generated`; None: all. Raises DeadEnd, also where the grammar costs too much."""
+        started_s = time.thread_time()
         self._take_in(generated)
         if not self._begun:
             return None
         mask = np.zeros_like(self._tokens.stops)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._spent_s += time.thread_time() - started_s
+        if self._spent_s > MASKS_AHEAD_S + MASK_S * len(generated):
+            raise DeadEnd("it is too costly to follow")
         if self.matcher.is_error() or not ((mask & ~self._tokens.stops).any() or self.matcher.is_accepting()):
             raise DeadEnd(_REASONS.get(self.matcher.stop_reason(), "no text that follows would fit it"))
         if self._holds_json and self._number_is_long():

@@ -20,7 +20,7 @@ from headrace.runtime.grammar import DeadEnd, Grammar, GrammarError, TokenKinds,
 from headrace.text.tokenizer import Tokenizer
 
 LIMITS = llguidance.LLParserLimits(
-    max_grammar_size=40_000,  # symbols; some 4,000 optional properties, which take a second and a half
+    max_grammar_size=20_000,  # symbols; some 2,000 optional properties, which take half a second
     max_items_in_row=10_000,
     max_lexer_states=20_000,  # of 1 to 2 kB, and every sequence has its own
     step_lexer_fuel=100_000,  # of one mask: 7 ms
@@ -28,6 +28,8 @@ LIMITS = llguidance.LLParserLimits(
 )
 MAX_GRAMMAR_CHARS = 32_768
 """Of a GBNF or Lark text: reading it holds up the engine's other thread."""
+MAX_FIRST_MASK_S = 0.005
+"""Processor time of the first mask, when it is made for the second time."""
 BLAME_S = 0.1
 """How long the part at fault may be looked for."""
 
@@ -58,11 +60,16 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _grammar_error(spec, matcher.get_error())
         first = Grammar(self._kinds, matcher, (), False).start()
+        nothing = np.zeros(0, np.int32)
         try:
             # The first mask is the dearest, and copies of the matcher keep what it learnt.
-            first.mask(np.zeros(0, np.int32))
+            first.mask(nothing)
         except DeadEnd as error:
             raise GrammarError(f"`{spec.field}` allows no text at all: {error}.", spec.field) from None
+        started_s = time.thread_time()
+        first.matcher.compute_bitmask()
+        if time.thread_time() - started_s > MAX_FIRST_MASK_S:
+            raise GrammarError(f"`{spec.field}` is too costly to follow: it has too many ways to begin.", spec.field)
         return Grammar(self._kinds, first.matcher, spec.after_token_ids, spec.kind in ("json_schema", "lark"))
 
 
@@ -90,7 +97,7 @@ def library_grammar(spec: GrammarSpec) -> str:
         case "json_schema":
             return str(llguidance.LLMatcher.grammar_from_json_schema(spec.text))
         case "regex":
-            return str(llguidance.LLMatcher.grammar_from_regex(spec.text))
+            return str(llguidance.LLMatcher.grammar_from_regex(_unanchored(spec.text)))
         case "choice":
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
             return f"start: CHOICE\nCHOICE: {choices}\n"
@@ -98,6 +105,14 @@ def library_grammar(spec: GrammarSpec) -> str:
             return _lark(spec.text, spec.field)
         case "lark":
             return spec.text
+
+
+def _unanchored(regex: str) -> str:
+    """Without `^` and `$` around it: it is for the whole text anyhow, and the library knows no anchors."""
+    regex = regex.removeprefix("^")
+    if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\")) - 1) % 2 == 0:
+        return regex[:-1]
+    return regex
 
 
 def _lark(text: str, field: str) -> str:
