@@ -210,6 +210,14 @@ def model_not_found(name: str, served: Iterable[str]) -> ApiError:
     return ApiError(404, message, code="model_not_found", param="model")
 
 
+def response_not_found(response_id: str) -> ApiError:
+    message = (
+        f"There is no response {quoted(response_id)} here: it was not stored, was deleted, or has made room for newer "
+        "ones. Send the whole history in `input` instead."
+    )
+    return ApiError(404, message, code="response_not_found", param="previous_response_id")
+
+
 def unknown_endpoint(method: str, path: str, known: Iterable[str]) -> ApiError:
     guess = nearest(path, known)
     hint = f" Did you mean {guess}?" if guess else " /openapi.json lists all of them."

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from headrace.protocol import errors
-from headrace.protocol.tools import tool_request
 from headrace.protocol.translate.events import answer_of
 from headrace.protocol.translate.exchange import Exchange as Translation
 from headrace.protocol.translate.exchange import Outgoing, typed
 from headrace.protocol.translate.listings import token_count
 from headrace.protocol.translate.messages_writer import MessagesWriter, write_whole
-from headrace.server.chat import Chat, begin_chat, prompt_of
+from headrace.server.chat import Chat, begin_chat
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
-from headrace.server.translated import events_of, outgoing, read_asked, read_body, stream_events
+from headrace.server.translated import counted, events_of, outgoing, read_asked, read_body, stream_events
 
 _PING = typed({"type": "ping"})
 
@@ -61,17 +60,4 @@ async def count_tokens(serving: Serving, exchange: Exchange) -> None:
     serving.ready_info()
     body = await read_body(serving, exchange)
     asked = await read_asked(serving, exchange, {**body, "stream": False}, "messages")
-    fields = asked.fields
-    serving.names.check(fields.model)
-    format = serving.chat_format(None)
-    prompt = await prompt_of(
-        serving,
-        format,
-        fields.messages,
-        tools=tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
-        add_generation_prompt=None,
-        continue_final_message=None,
-        add_special_tokens=None,
-        variables=format.variables(fields, exchange),
-    )
-    await exchange.answer_json(token_count("messages", len(prompt.token_ids)))
+    await exchange.answer_json(token_count("messages", await counted(serving, exchange, asked)))

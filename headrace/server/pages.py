@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,7 +37,7 @@ def openapi_document(routes: Sequence[Documented], root_path: str) -> dict[str, 
     for route in routes:
         operation: dict[str, object] = {
             "summary": route.summary,
-            "operationId": f"{route.method.lower()}{route.path.replace('/', '_').strip('{}')}",
+            "operationId": f"{route.method.lower()}{re.sub('[/{}]+', '_', route.path).rstrip('_')}",
             "responses": {
                 "200": {"description": "The result"},
                 "default": {"description": "What was wrong", "content": _json({"$ref": "#/components/schemas/Error"})},
@@ -45,9 +46,10 @@ def openapi_document(routes: Sequence[Documented], root_path: str) -> dict[str, 
         if route.body:
             parts = [by_type[type] for type in route.body]
             operation["requestBody"] = {"required": True, "content": _json({"allOf": parts})}
-        if "{model}" in route.path:
-            name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [name]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in re.findall(r"\{(\w+)\}", route.path)
+        ]
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",

@@ -18,7 +18,7 @@ from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
 from headrace.protocol.translate.events import Dialect
-from headrace.server import admin, status
+from headrace.server import admin, status, stored_responses
 from headrace.server.admin import AbortFields
 from headrace.server.chat import chat_completions
 from headrace.server.completions import completions
@@ -27,6 +27,7 @@ from headrace.server.invocations import invocations
 from headrace.server.messages import count_tokens, messages
 from headrace.server.models import list_models, retrieve_model
 from headrace.server.pages import docs_page, openapi_document
+from headrace.server.responses import input_tokens, responses
 from headrace.server.serving import Serving
 from headrace.server.tokenization import detokenize, tokenize
 
@@ -75,6 +76,12 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/completions", "POST", completions, "Continue a text", (CompletionFields, SamplingFields)),
     Route("/v1/messages", "POST", messages, "Answer a conversation, in Anthropic's dialect"),
     Route("/v1/messages/count_tokens", "POST", count_tokens, "How many tokens a conversation has"),
+    Route("/v1/responses", "POST", responses, "Answer a conversation, in OpenAI's newer dialect"),
+    Route("/v1/responses/input_tokens", "POST", input_tokens, "How many tokens a response's prompt would have"),
+    Route("/v1/responses/{response}", "GET", stored_responses.retrieve, "A stored response, as it stands"),
+    Route("/v1/responses/{response}", "DELETE", stored_responses.delete, "Forget a stored response"),
+    Route("/v1/responses/{response}/cancel", "POST", stored_responses.cancel, "Stop one that runs in the background"),
+    Route("/v1/responses/{response}/input_items", "GET", stored_responses.list_input_items, "What it was asked"),
     Route("/v1/models", "GET", list_models, "The served models, their limits and sampling defaults"),
     Route(MODEL_PATH, "GET", _model, "One served model; its name may contain slashes"),
     Route("/tokenize", "POST", tokenize, "Token ids of a text or a conversation", (TokenizeFields,)),
@@ -111,7 +118,6 @@ NOT_BUILT = {
     "/rerank": "reranking",
     "/v2/rerank": "reranking",
     "/v2/embed": "embeddings",
-    "/responses": "the Responses API",
     "/chat/completions/batch": "batched chat",
     "/audio": "audio",
     "/images": "image generation",
@@ -151,13 +157,17 @@ def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
 _BY_PATH: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:
     _BY_PATH.setdefault(canonical(_route.path), {})[_route.method] = _route
+_PATTERNS = {
+    re.compile(path.replace("{model}", ".+").replace("{response}", "[^/]+")): by_method
+    for path, by_method in _BY_PATH.items()
+    if "{" in path
+}
 
 
 def find(method: str, path: str) -> Route:
     """The route of a canonical path. HEAD is GET. Raises ApiError 404, 405 or 501."""
-    by_method = _BY_PATH.get(path)
-    if by_method is None and path.startswith("/models/"):
-        by_method = _BY_PATH[canonical(MODEL_PATH)]
+    matching = (by_method for pattern, by_method in _PATTERNS.items() if pattern.fullmatch(path))
+    by_method = _BY_PATH.get(path) or next(matching, None)
     if by_method is None:
         for known, feature in NOT_BUILT.items():
             if path == known or path.startswith(known + "/"):

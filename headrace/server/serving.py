@@ -30,6 +30,7 @@ from headrace.server.engine_state import State
 from headrace.server.generation import Engine
 from headrace.server.http import Exchange
 from headrace.server.metrics import EngineMetrics
+from headrace.server.response_store import ResponseStore
 from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -114,6 +115,7 @@ class Serving:
         self.tokenizer = tokenizer
         self.chat = None if chat_template is None else self._format(chat_template, tool_template)
         """How the model's conversations are written and read; None where it has no chat template."""
+        self.responses = ResponseStore()
         self.sampling_defaults = sampling_defaults
         self.metrics = metrics
         self.names = ModelNames(server_settings.served_model_names, server_settings.model_path, engine_settings.model)

@@ -18,13 +18,14 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.json import Body, read_value
 from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.sampling import SamplingFields
+from headrace.protocol.tools import tool_request
 from headrace.protocol.translate import chat_request, translator
 from headrace.protocol.translate.conversation import Conversation
 from headrace.protocol.translate.delta_reader import DeltaReader
 from headrace.protocol.translate.events import Dialect, Event
 from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.unbuilt_fields import unknown_fields
-from headrace.server.chat import Chat
+from headrace.server.chat import Chat, prompt_of
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
@@ -94,6 +95,24 @@ def _asked(body: Mapping[str, Any], dialect: Dialect, *, thinks: bool) -> Asked:
         raise errors.invalid_value("n", "this endpoint gives one answer a request; send the request several times.")
     names += unknown_fields(read.others())
     return Asked(conversation, fields, sampling, tuple(dict.fromkeys(names)))
+
+
+async def counted(serving: Serving, exchange: Exchange, asked: Asked) -> int:
+    """How many tokens the request's prompt has. Raises ApiError as an answer to it would."""
+    fields = asked.fields
+    serving.names.check(fields.model)
+    format = serving.chat_format(None)
+    prompt = await prompt_of(
+        serving,
+        format,
+        fields.messages,
+        tools=tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
+        add_generation_prompt=None,
+        continue_final_message=None,
+        add_special_tokens=None,
+        variables=format.variables(fields, exchange),
+    )
+    return len(prompt.token_ids)
 
 
 class Writer(Protocol):

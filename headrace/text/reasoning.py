@@ -33,7 +33,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {row.name: row for row in _ROWS}
 
 def detected(template: str) -> ReasoningFormat | None:
     """The marks that a chat template knows; None where it knows none."""
-    return next((row for row in _ROWS if row.closes in template), None)
+    return next((row for row in _ROWS if row.opens in template or row.closes in template), None)
 
 
 def opened_in(format: ReasoningFormat, prompt: str, continued: str | None = None) -> bool:

@@ -173,8 +173,6 @@ async def test_405_names_the_method_to_use() -> None:
     ("path", "feature"),
     [
         ("/v1/embeddings", "embeddings"),
-        ("/v1/responses", "the Responses API"),
-        ("/v1/responses/resp_1/cancel", "the Responses API"),
         ("/v1/audio/transcriptions", "audio"),
         ("/rerank", "reranking"),
         ("/v2/rerank", "reranking"),

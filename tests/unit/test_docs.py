@@ -83,6 +83,7 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         access_errors.insufficient_quota("x", None, {}),
         errors.origin_not_allowed("x"),
         errors.model_not_found("x", ["y"]),
+        errors.response_not_found("resp_1"),
         errors.unknown_endpoint("GET", "/x", ["/y"]),
         errors.method_not_allowed("GET", "/x", ["POST"]),
         errors.request_timeout(1),
@@ -132,7 +133,7 @@ def api_page() -> str:
 
 
 def test_the_api_page_lists_every_route_and_no_other() -> None:
-    documented = set(re.findall(r"`(GET|POST) (/[^`]*)`", api_page()))
+    documented = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", api_page()))
     assert documented == {(route.method, route.path) for route in ROUTES}
 
 

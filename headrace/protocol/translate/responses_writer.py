@@ -199,7 +199,7 @@ class ResponsesWriter:
             "object": "response",
             "created_at": exchange.created(begin),
             "status": status,
-            "background": False,
+            "background": bool(exchange.echo.get("background")),
             "error": None,
             "incomplete_details": self._incomplete_details() if ended else None,
             "model": exchange.model,

@@ -49,10 +49,11 @@ from headrace.protocol.translate.failures import failure_of, invalid_answer, str
 from headrace.protocol.translate.habits import UpstreamHabits, habits_of
 from headrace.protocol.translate.wire import Json
 
-_ECHO = (
+ECHOED = (
     "instructions max_output_tokens metadata parallel_tool_calls reasoning temperature text tool_choice tools top_p "
     "truncation user"
 ).split()
+"""Fields of a responses request that its answer repeats."""
 
 _READ_REQUEST: dict[Dialect, Callable[[Json], Conversation]] = {
     "chat": chat_request.read,
@@ -156,7 +157,7 @@ def translate_request(
         wants_usage=client == "chat" and isinstance(options, dict) and bool(options.get("include_usage")),
         prompt_tokens=prompt_tokens,
         origins=conversation.origins,
-        echo={name: body[name] for name in _ECHO if body.get(name) is not None} if client == "responses" else {},
+        echo={name: body[name] for name in ECHOED if body.get(name) is not None} if client == "responses" else {},
     )
     return TranslatedRequest(body=sent, dropped=dropped, exchange=exchange)
 
