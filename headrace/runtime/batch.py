@@ -24,29 +24,29 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
 
     Raises ValueError for a step beyond the sequence's tokens or blocks: the plan and the table disagree.
     """
-    starts = np.array([step.start for step in steps], np.int64)
-    counts = np.array([step.num_tokens for step in steps], np.int64)
+    starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
+    counts = np.fromiter((step.num_tokens for step in steps), np.int64, len(steps))
     seq_lens = starts + counts
-    room = table.num_blocks[:, rows].min(axis=0) * block_size
-    for known, what in ((table.num_tokens[rows], "tokens"), (room, "tokens of blocks")):
-        beyond = np.flatnonzero((seq_lens > known) | (counts < 1) | (starts < 0))
-        if len(beyond):
-            step = steps[beyond[0]]
-            raise ValueError(
-                f"sequence {step.seq_id} is to compute {step.num_tokens} tokens from {step.start}, "
-                f"but has {known[beyond[0]]} {what}"
-            )
-    query_start = np.concatenate([[0], np.cumsum(counts)])
-    row_of_token = np.repeat(rows, counts)
-    positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+    num_blocks_of = table.num_blocks[:, rows]
+    known = {"tokens": table.num_tokens[rows], "tokens of blocks": num_blocks_of.min(axis=0) * block_size}
+    impossible = (seq_lens > np.minimum(*known.values())) | (counts < 1) | (starts < 0)
+    if impossible.any():
+        raise ValueError(_disagreement(steps, int(np.argmax(impossible)), known))
+    query_start = np.zeros(len(steps) + 1, np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    if query_start[-1] == len(steps):
+        row_of_token, positions = rows, starts
+    else:
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
     slots = table.blocks[:, row_of_token, positions // block_size] * block_size + positions % block_size
     if slots.min() < 0:
         raise ValueError("a step is to compute tokens before the window of a group of layers, where no block is")
     num_blocks = -(-int(seq_lens.max()) // block_size)
     block_tables = table.blocks[:, rows, :num_blocks]
     # A reused row has its last owner's blocks beyond its own, and where no block is, any number will do.
-    block_tables[(np.arange(num_blocks) >= table.num_blocks[:, rows][:, :, None]) | (block_tables == NO_BLOCK)] = 0
-    samples = np.array([step.samples for step in steps], bool)
+    block_tables[(np.arange(num_blocks) >= num_blocks_of[:, :, None]) | (block_tables == NO_BLOCK)] = 0
+    samples = np.fromiter((step.samples for step in steps), bool, len(steps))
     sample_rows = query_start[1:][samples] - 1
     if any(step.num_scored for step in steps):
         scored = [np.arange(start, start + step.num_scored) for start, step in zip(query_start, steps, strict=False)]
@@ -59,4 +59,13 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
         seq_lens=seq_lens.astype(np.int32),
         block_tables=block_tables,
         sample_rows=sample_rows.astype(np.int32),
+    )
+
+
+def _disagreement(steps: Sequence[SequenceStep], place: int, known: dict[str, NDArray[np.int64]]) -> str:
+    step = steps[place]
+    what = next((w for w, count in known.items() if step.start + step.num_tokens > count[place]), "tokens")
+    return (
+        f"sequence {step.seq_id} is to compute {step.num_tokens} tokens from {step.start}, "
+        f"but has {known[what][place]} {what}"
     )

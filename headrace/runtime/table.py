@@ -70,6 +70,8 @@ class SequenceTable:
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """`block_ids` of each group."""
         for group, own in enumerate(block_ids):
+            if not own:
+                continue
             start = int(self.num_blocks[group, row])
             stop = start + len(own)
             self.blocks = _widened(self.blocks, stop)
