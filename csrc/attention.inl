@@ -94,7 +94,7 @@ static KeyTile gathered_keys(const Tile& tile, int64_t segment, int64_t at, int6
     }
     if (is_scaled(dtype)) scales[lane] = cached.key_scales[place];
   }
-  return {keys, scales};
+  return {keys, scales, keys};
 }
 
 template <KVDtype dtype>
@@ -114,8 +114,10 @@ static void score_segment(const Tile& tile, int64_t segment, const Work& work) {
       }
       const CachedHead cached = tile.cached(token);
       const int64_t place = token % tile.cache->block_size;
-      keys[tiles] = {cached.keys + place * tile.dim * bytes_of(dtype), cached.key_scales + place};
+      const int64_t offset = place * tile.dim * bytes_of(dtype);
+      keys[tiles] = {cached.keys + offset, cached.key_scales + place, cached.values + offset};
       if (!as_float) continue;
+      keys[tiles].ahead = converted;
       for (int64_t d = 0; d < tile.dim; d++)
         store(converted + d * kTokens, load_values<dtype>(keys[tiles].keys, d * kTokens));
       keys[tiles].keys = converted;
@@ -169,19 +171,23 @@ static void convert_values(const Tile& tile, int64_t segment, int64_t first, int
   });
 }
 
-// Adds the values of tokens first .. end - 1, weighted, to the sums of `count` rows.
+// Adds the values of tokens first .. end - 1, weighted, to the sums of `count` rows. The keys of the next segment are
+// fetched meanwhile, as the values were while the keys were multiplied.
 template <KVDtype dtype>
 static void add_tokens(const Tile& tile, int64_t segment, int64_t first, int64_t end, bool as_float, int64_t row,
                        int64_t count, const Work& work, float* sums) {
   const float* weights = work.scores + row * kSegmentTokens;
   float* into = sums + row * tile.width;
   if (as_float) {
-    add_rows<KVDtype::kF32>(count, weights + first, work.values + first * kLanes, end - first,
-                            kSegmentTokens * kLanes, into, tile.width);
+    const float* values = work.values + first * kLanes;
+    add_rows<KVDtype::kF32>(count, weights + first, values, values, end - first, kSegmentTokens * kLanes, into,
+                            tile.width);
     return;
   }
   each_run(tile, segment, first, end, [&](int64_t at, int64_t tokens, const CachedHead& cached, int64_t place) {
-    add_rows<dtype>(count, weights + at, cached.values + place * kLanes * bytes_of(dtype), tokens,
+    const int64_t offset = place * kLanes * bytes_of(dtype), next = (segment + 1) * kSegmentTokens + at;
+    const uint8_t* ahead = next <= tile.position ? tile.cached(next).keys : cached.values;
+    add_rows<dtype>(count, weights + at, cached.values + offset, ahead + offset, tokens,
                     tile.cache->block_size * kLanes, into, tile.width);
   });
 }

@@ -9,19 +9,26 @@
 
 namespace HR_ISA {
 
-// Vecs of sums that stay in registers beside what is multiplied.
-#ifdef __AVX512F__
-constexpr int kSums = 24;
+// Vecs of sums that stay in registers beside what is multiplied; a number that is converted takes a register more.
+#if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 6;
+constexpr int sums_for(KVDtype) { return 24; }
+#elif defined(__AVX2__)
+constexpr int kRowsAtOnce = 6;
+constexpr int sums_for(KVDtype form) { return form == KVDtype::kF32 ? 6 : 5; }
 #else
-constexpr int kSums = 6;
+constexpr int kRowsAtOnce = 2;
+constexpr int sums_for(KVDtype) { return 2; }
 #endif
-constexpr int64_t kRowsAtOnce = 6;
 constexpr int kColumnsAtOnce = 4;
 
 // Tiles of keys or columns of values that `rows` rows take at once: 1, 2 or 4.
-constexpr int columns_for(int rows) { return kSums / rows >= 4 ? 4 : kSums / rows >= 2 ? 2 : 1; }
+constexpr int columns_for(KVDtype form, int rows) {
+  return sums_for(form) / rows >= 4 ? 4 : sums_for(form) / rows >= 2 ? 2 : 1;
+}
 
-// How many of `left` rows to take at once: six, and of what is left at the end halves.
+// How many of `left` rows to take at once: as many as there are sums for, and of what is left at the
+// end halves.
 static inline int64_t rows_at_once(int64_t left) {
   if (left <= kRowsAtOnce) return left;
   return left < 2 * kRowsAtOnce ? (left + 1) / 2 : kRowsAtOnce;
@@ -30,7 +37,14 @@ static inline int64_t rows_at_once(int64_t left) {
 struct KeyTile {
   const void* keys;     // [dim][16]
   const float* scales;  // [16]
+  const void* ahead;    // [dim][16] of what is wanted after the keys: it is fetched while they are multiplied
 };
+
+// Into the L2.
+template <KVDtype form>
+static inline void fetch(const void* values, int64_t index) {
+  __builtin_prefetch(static_cast<const uint8_t*>(values) + index * bytes_of(form), 0, 2);
+}
 
 // scores[r][16 t ..] = row r of q times the keys of tile t. Scores are kSegmentTokens apart from row to row.
 template <KVDtype form, int rows, int tiles>
@@ -41,14 +55,12 @@ static inline void score(const float* q, int64_t dim, const KeyTile* tile, float
 #pragma GCC unroll 4
     for (int t = 0; t < tiles; t++) sums[r][t] = broadcast(0.0f);
   for (int64_t d = 0; d < dim; d++) {
-    Vec keys[tiles];
 #pragma GCC unroll 4
-    for (int t = 0; t < tiles; t++) keys[t] = load_values<form>(tile[t].keys, d * kTokens);
+    for (int t = 0; t < tiles; t++) {
+      const Vec keys = load_values<form>(tile[t].keys, d * kTokens);
+      fetch<form>(tile[t].ahead, d * kTokens);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-      const Vec x = broadcast(q[r * dim + d]);
-#pragma GCC unroll 4
-      for (int t = 0; t < tiles; t++) sums[r][t] = fma(x, keys[t], sums[r][t]);
+      for (int r = 0; r < rows; r++) sums[r][t] = fma(broadcast(q[r * dim + d]), keys, sums[r][t]);
     }
   }
 #pragma GCC unroll 8
@@ -57,24 +69,24 @@ static inline void score(const float* q, int64_t dim, const KeyTile* tile, float
     for (int t = 0; t < tiles; t++) store(scores + r * kSegmentTokens + t * kTokens, sums[r][t]);
 }
 
-// sums[r][16 c ..] += the weights of row r times column c of the values [tokens][16], token after token.
+// sums[r][16 c ..] += the weights of row r times column c of the values [tokens][16], token after token. `ahead` is laid
+// out as the values and wanted after them.
 template <KVDtype form, int rows, int columns>
-static inline void add_values(const float* weights, const void* values, int64_t tokens, int64_t column_size,
-                              float* sums, int64_t width) {
+static inline void add_values(const float* weights, const void* values, const void* ahead, int64_t tokens,
+                              int64_t column_size, float* sums, int64_t width) {
   Vec sum[rows][columns];
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < columns; c++) sum[r][c] = load(sums + r * width + c * kLanes);
   for (int64_t token = 0; token < tokens; token++) {
-    Vec value[columns];
 #pragma GCC unroll 4
-    for (int c = 0; c < columns; c++) value[c] = load_values<form>(values, c * column_size + token * kLanes);
+    for (int c = 0; c < columns; c++) {
+      const Vec value = load_values<form>(values, c * column_size + token * kLanes);
+      fetch<form>(ahead, c * column_size + token * kLanes);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-      const Vec x = broadcast(weights[r * kSegmentTokens + token]);
-#pragma GCC unroll 4
-      for (int c = 0; c < columns; c++) sum[r][c] = fma(x, value[c], sum[r][c]);
+      for (int r = 0; r < rows; r++)
+        sum[r][c] = fma(broadcast(weights[r * kSegmentTokens + token]), value, sum[r][c]);
     }
   }
 #pragma GCC unroll 8
@@ -85,7 +97,7 @@ static inline void add_values(const float* weights, const void* values, int64_t 
 
 template <KVDtype form, int rows>
 static void score_tiles(const float* q, int64_t dim, const KeyTile* tile, int64_t tiles, float* scores) {
-  constexpr int kAtOnce = columns_for(rows);
+  constexpr int kAtOnce = columns_for(form, rows);
   int64_t t = 0;
   for (; t + kAtOnce <= tiles; t += kAtOnce) score<form, rows, kAtOnce>(q, dim, tile + t, scores + t * kTokens);
   for (; t < tiles; t++) score<form, rows, 1>(q, dim, tile + t, scores + t * kTokens);
@@ -93,42 +105,37 @@ static void score_tiles(const float* q, int64_t dim, const KeyTile* tile, int64_
 
 // `column_size`: numbers from one column of values to the next. sums: [rows][width], width a multiple of 16.
 template <KVDtype form, int rows>
-static void add_columns(const float* weights, const void* values, int64_t tokens, int64_t column_size, float* sums,
-                        int64_t width) {
-  constexpr int kAtOnce = columns_for(rows);
+static void add_columns(const float* weights, const void* values, const void* ahead, int64_t tokens,
+                        int64_t column_size, float* sums, int64_t width) {
+  constexpr int kAtOnce = columns_for(form, rows);
   const int64_t columns = width / kLanes;
-  const uint8_t* column = static_cast<const uint8_t*>(values);
-  const int64_t bytes = column_size * bytes_of(form);
+  auto column = [&](const void* first, int64_t c) {
+    return static_cast<const uint8_t*>(first) + c * column_size * bytes_of(form);
+  };
   int64_t c = 0;
   for (; c + kAtOnce <= columns; c += kAtOnce)
-    add_values<form, rows, kAtOnce>(weights, column + c * bytes, tokens, column_size, sums + c * kLanes, width);
+    add_values<form, rows, kAtOnce>(weights, column(values, c), column(ahead, c), tokens, column_size,
+                                    sums + c * kLanes, width);
   for (; c < columns; c++)
-    add_values<form, rows, 1>(weights, column + c * bytes, tokens, column_size, sums + c * kLanes, width);
+    add_values<form, rows, 1>(weights, column(values, c), column(ahead, c), tokens, column_size, sums + c * kLanes,
+                              width);
 }
 
-template <KVDtype form>
-static void score_rows(int64_t rows, const float* q, int64_t dim, const KeyTile* tile, int64_t tiles, float* scores) {
-  switch (rows) {
-    case 1: return score_tiles<form, 1>(q, dim, tile, tiles, scores);
-    case 2: return score_tiles<form, 2>(q, dim, tile, tiles, scores);
-    case 3: return score_tiles<form, 3>(q, dim, tile, tiles, scores);
-    case 4: return score_tiles<form, 4>(q, dim, tile, tiles, scores);
-    case 5: return score_tiles<form, 5>(q, dim, tile, tiles, scores);
-    default: return score_tiles<form, 6>(q, dim, tile, tiles, scores);
-  }
+template <KVDtype form, int most = kRowsAtOnce>
+static inline void score_rows(int64_t rows, const float* q, int64_t dim, const KeyTile* tile, int64_t tiles,
+                              float* scores) {
+  if constexpr (most > 1)
+    if (rows < most) return score_rows<form, most - 1>(rows, q, dim, tile, tiles, scores);
+  score_tiles<form, most>(q, dim, tile, tiles, scores);
 }
 
-template <KVDtype form>
-static void add_rows(int64_t rows, const float* weights, const void* values, int64_t tokens, int64_t column_size,
-                     float* sums, int64_t width) {
-  switch (rows) {
-    case 1: return add_columns<form, 1>(weights, values, tokens, column_size, sums, width);
-    case 2: return add_columns<form, 2>(weights, values, tokens, column_size, sums, width);
-    case 3: return add_columns<form, 3>(weights, values, tokens, column_size, sums, width);
-    case 4: return add_columns<form, 4>(weights, values, tokens, column_size, sums, width);
-    case 5: return add_columns<form, 5>(weights, values, tokens, column_size, sums, width);
-    default: return add_columns<form, 6>(weights, values, tokens, column_size, sums, width);
-  }
+template <KVDtype form, int most = kRowsAtOnce>
+static inline void add_rows(int64_t rows, const float* weights, const void* values, const void* ahead, int64_t tokens,
+                            int64_t column_size, float* sums, int64_t width) {
+  if constexpr (most > 1)
+    if (rows < most)
+      return add_rows<form, most - 1>(rows, weights, values, ahead, tokens, column_size, sums, width);
+  add_columns<form, most>(weights, values, ahead, tokens, column_size, sums, width);
 }
 
 // Softmaxes of some of a row's segments, not yet divided: weights are e^(score - maximum), `total` their sum.

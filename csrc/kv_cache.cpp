@@ -66,6 +66,10 @@ KVCache* kv_cache_new(int64_t layers, int64_t blocks, int64_t block_size, int64_
     delete cache;
     return nullptr;
   }
+#ifdef MADV_HUGEPAGE
+  // Attention reads a few KB here and there. All layers of a block lie together, so little is touched beside them.
+  madvise(data, bytes, MADV_HUGEPAGE);
+#endif
   cache->data = static_cast<uint8_t*>(data);
   return cache;
 }
