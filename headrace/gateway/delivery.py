@@ -176,17 +176,29 @@ class Delivery:
         exchange, deadline, renaming = self.exchange, self.deadline, self._renaming
         looks = self._translator is not None
         block = held
+
+        def take(data: bytes) -> bool:
+            """Whole events that need no look go on as they come, as most do."""
+            if framer.rest or not data.endswith(b"\n\n") or exchange.mid_event or watch.is_marked(data):
+                return False
+            if not exchange.write_now(data if renaming is None else renaming.apply(data)):
+                return False
+            watch.passed(data)
+            deadline.touch()
+            return True
+
         if unseen:
-            if looks or watch.marked(unseen):
+            if looks or watch.is_marked(unseen):
                 await exchange.write(held)
                 block = await self._looked_at(unseen, watch)
             else:
+                watch.passed(unseen)
                 block = held + self._renamed(unseen)
         while not watch.ended:
             if block:
                 await exchange.write(block)
             try:
-                data = await answer.read()
+                data = await answer.read(None if looks else take)
             except BrokenAnswer:
                 raise upstream_errors.truncated(self.upstream) from None
             if not data:
@@ -195,10 +207,11 @@ class Delivery:
             deadline.touch()
             block = framer.feed(data)
             if block:
-                if looks or watch.marked(block):
+                if looks or watch.is_marked(block):
                     block = await self._looked_at(block, watch)
-                elif renaming is not None:
-                    block = renaming.apply(block)
+                else:
+                    watch.passed(block)
+                    block = self._renamed(block)
                 exchange.mid_event = False
             elif len(framer.rest) > MAX_EVENT_BYTES and not looks:
                 block, framer.rest = framer.rest, b""

@@ -16,7 +16,7 @@ from headrace.gateway import error_forms, headers
 from headrace.gateway.paths import ErrorForm
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.http_connection import BODY, CLIENT_LEFT
+from headrace.protocol.http_connection import BODY, CLIENT_LEFT, WRITE
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -70,6 +70,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._last_write_s = 0.0
         self._writing_since_s: float | None = None
+        self._write_now: Callable[[bytes], bool] = scope["extensions"][WRITE]
         self._body: bytes | None = scope.get(BODY)
         """Where it came along with the head."""
         self._receive = receive
@@ -211,6 +212,13 @@ class Exchange:
         self._writing_since_s = self._last_write_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._writing_since_s = None
+
+    def write_now(self, data: bytes) -> bool:
+        """`write` where it needs no waiting; False, and nothing is done, where it does."""
+        if self._writing_since_s is not None or not self._write_now(data):
+            return False
+        self._last_write_s = self._loop.time()
+        return True
 
     @property
     def is_writing(self) -> bool:

@@ -4,7 +4,7 @@
 
 A server under uvicorn drops idle connections after 5 s, so ours are dropped before. A request that still meets a
 connection closed in that very moment is sent once more, on a new one. A body is taken as it arrives, and not faster
-than it is read.
+than it is read. Who reads may leave a function that takes pieces then and there, without a task being woken for each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
@@ -27,6 +28,7 @@ SEPARATE_BYTES = 64 * 1024
 """A body from this size on is not copied behind its head."""
 
 Origin = tuple[str, int]
+Take = Callable[[bytes], bool]
 
 
 class ConnectionLost(Exception):
@@ -145,6 +147,7 @@ class PlainConnection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None
         self._is_asked = False
         self._begin()
 
@@ -193,13 +196,17 @@ class PlainConnection(asyncio.Protocol):
 
     # The answer
 
-    async def read(self) -> bytes:
-        """What has arrived, at least one byte; b"" at the end. Raises BrokenAnswer when the end came too early."""
+    async def read(self, take: Take | None = None) -> bytes:
+        """What has arrived, at least one byte; b"" at the end. Raises BrokenAnswer when the end came too early.
+
+        What arrives while this waits is offered to `take` first, and returned only where that does not take it.
+        """
         while not self._parts:
             if self._is_whole:
                 return b""
             if self._fault is not None:
                 raise BrokenAnswer(self._fault)
+            self._take = take
             await self._news()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
@@ -235,7 +242,7 @@ class PlainConnection(asyncio.Protocol):
         try:
             await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._take = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -275,6 +282,10 @@ class PlainConnection(asyncio.Protocol):
             if self._is_whole:
                 self._finishing.cancel()
                 self.close()
+        if self._take is not None and len(self._parts) == 1 and not self._is_whole and self._take(self._parts[0]):
+            self._parts.clear()
+            self._num_unread = 0
+            return
         self._wake()
 
     def _break(self, fault: str) -> None:

@@ -18,7 +18,7 @@ from aiohttp.tracing import Trace
 from yarl import URL
 
 from headrace.gateway.headers import RawHeaders
-from headrace.gateway.plain_http import FINISH_S, KEEP_ALIVE_S, BrokenAnswer, ConnectionLost, NotHttp
+from headrace.gateway.plain_http import FINISH_S, KEEP_ALIVE_S, BrokenAnswer, ConnectionLost, NotHttp, Take
 from headrace.gateway.upstream_addresses import BlockedAddress, Resolver
 
 MAX_CONNECTIONS = 2000
@@ -119,7 +119,8 @@ class TlsAnswer:
         self._response = response
         self._finishing: asyncio.Task[None] | None = None
 
-    async def read(self) -> bytes:
+    async def read(self, take: Take | None = None) -> bytes:
+        """`take` is for connections that are nearer."""
         try:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:

@@ -10,13 +10,13 @@ import asyncio
 import functools
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from headrace.gateway import upstream_errors
 from headrace.gateway.headers import RawHeaders, own_headers
-from headrace.gateway.plain_http import BrokenAnswer, ConnectionLost, NotHttp, Origin, PlainConnections
+from headrace.gateway.plain_http import BrokenAnswer, ConnectionLost, NotHttp, Origin, PlainConnections, Take
 from headrace.gateway.snapshot import Upstream
 from headrace.gateway.upstream_addresses import BlockedAddress, Resolver
 
@@ -37,7 +37,7 @@ class _Body(Protocol):
     status: int
     headers: list[tuple[bytes, bytes]]
 
-    async def read(self) -> bytes: ...
+    async def read(self, take: Take | None = None) -> bytes: ...
     def close(self) -> None: ...
     def finish(self) -> None: ...
 
@@ -58,7 +58,7 @@ class UpstreamAnswer:
         """Frees the connection: kept for another request when the answer was read to its end, closed otherwise."""
         self.finish: Callable[[], None] = body.finish
         """As `close`, where the answer is over but for what frames it: that is let pass, in the background."""
-        self.read: Callable[[], Awaitable[bytes]] = body.read
+        self.read = body.read
         """What has arrived, at least one byte; b"" at the end. Raises BrokenAnswer when the end came too early."""
         packed = self.headers.get(b"content-encoding")
         if packed is not None and packed.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
@@ -66,7 +66,7 @@ class UpstreamAnswer:
             self._inflate = zlib.decompressobj(wbits=47 if b"gzip" in packed.lower() else 15).decompress
             self.read = self._read_packed
 
-    async def _read_packed(self) -> bytes:
+    async def _read_packed(self, take: Take | None = None) -> bytes:
         try:
             while packed := await self._body.read():
                 data = self._inflate(packed)

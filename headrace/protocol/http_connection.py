@@ -2,9 +2,9 @@
 
 It stands where uvicorn's own protocol would, and differs in three ways. A key is checked once a request's head is
 there, so the head itself is bounded in size and in time, and what is no HTTP gets JSON as well. An answer's head
-leaves together with the first piece of its body, in one system call. And two common waits are spared: a body that
-came along with its head is in `scope[BODY]`, and `scope["extensions"][CLIENT_LEFT]` takes a function to be called
-when the client leaves.
+leaves together with the first piece of its body, in one system call. And three things need no waiting for: a body
+that came along with its head is in `scope[BODY]`, `scope["extensions"][CLIENT_LEFT]` takes a function to be called
+when the client leaves, and `[WRITE]` writes a piece of a body where the client takes it at once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ MAX_PIPELINED = 16
 
 BODY = "headrace.body"
 CLIENT_LEFT = "headrace.client_left"
+WRITE = "headrace.write"
 
 FAULT = ApiError(
     500,
@@ -91,7 +92,7 @@ class Connection(asyncio.Protocol):
         self._patience_s = HEAD_S
         self._timer: asyncio.TimerHandle
         self._when_left: Callable[[], object] | None = None
-        self._extensions = {CLIENT_LEFT: self.when_left}
+        self._extensions = {CLIENT_LEFT: self.when_left, WRITE: self.write}
         self._usual_headers: tuple[object, bytes] = (None, b"")
 
     # The transport
@@ -260,6 +261,13 @@ class Connection(asyncio.Protocol):
                 self._patience_s = self._keep_alive_s
                 self._waiting_since_s = self.loop.time()
 
+    def write(self, piece: bytes) -> bool:
+        """One more piece of the running answer's body. False where it must be sent and waited for instead."""
+        if self._writable is not None or self._answered is None or self._parser is None:
+            return False
+        self._answered.write(piece, more=True)
+        return True
+
     def usual_headers(self) -> bytes:
         """Those of every answer, which uvicorn renews each second: the date."""
         pairs = self.server.default_headers
@@ -383,7 +391,7 @@ class Cycle:
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
         else:
-            self._write(message.get("body", b""), message.get("more_body", False))
+            self.write(message.get("body", b""), message.get("more_body", False))
 
     def _start(self, status: int, headers: Headers) -> None:
         if self._started:
@@ -414,7 +422,7 @@ class Cycle:
             self._connection.transport.write(self._head)
             self._head = b""
 
-    def _write(self, body: bytes, more: bool) -> None:
+    def write(self, body: bytes, more: bool) -> None:
         if not self._started or self._is_complete:
             raise RuntimeError("A body came before its head, or after its end.")
         head, self._head = self._head, b""
@@ -446,7 +454,7 @@ class Cycle:
         self.keep_alive = False
         body = FAULT.body()
         self._start(500, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        self._write(body, more=False)
+        self.write(body, more=False)
 
 
 def _address(name: object) -> tuple[str, int] | None:

@@ -192,8 +192,10 @@ def test_a_mark_inside_a_text_is_no_mark() -> None:
     text = 'data: [DONE] "finish_reason":"stop" {"usage":{}} "error": 1'
     watch = Watch("openai")
     for event in replies.chat_stream(text, usage=None).parts[:-2]:
-        if watch.marked(event):
+        if watch.is_marked(event):
             watch.look(event)
+        else:
+            watch.passed(event)
     assert not watch.complete and watch.error is None and watch.usage is None
     assert watch.num_deltas >= 1
 
@@ -206,8 +208,10 @@ def test_deltas_are_counted_in_every_dialect() -> None:
     ):
         watch = Watch(wire)  # type: ignore[arg-type]
         for number, part in enumerate(reply.parts):
-            if number <= reply.preamble or watch.marked(part):
+            if number <= reply.preamble or watch.is_marked(part):
                 watch.look(part)
+            else:
+                watch.passed(part)
         assert (watch.num_deltas, watch.complete) == (3, True), wire
         assert watch.usage is not None
         assert (watch.usage.input_tokens, watch.usage.output_tokens) == replies.USAGE
