@@ -108,7 +108,7 @@ async def begin_chat(
     if tools.tools and reading.tools is not None:
         marks = {mark: serving.tokenizer.added_token_id(mark) for mark in reading.tools.marks}
         special = {mark: token_id for mark, token_id in marks.items() if token_id is not None}
-        grammar = tool_grammar(tools, reading.tools, special_tokens=special, after=after) or grammar
+        grammar = tool_grammar(tools, reading.tools, special_tokens=special, answer=grammar, after=after)
     params = sampling_params(
         sampling,
         serving.sampling_defaults,
