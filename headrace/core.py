@@ -173,7 +173,7 @@ class EngineCore:
         while self.has_work and self.step() is not None:
             pass
         self._scheduler.reset_prefix_cache()
-        self._runner.kernels.release_kv_cache()
+        self._runner.release_kv_cache()
         return_freed_memory()
         return self.info.kv_cache_bytes
 
@@ -296,7 +296,8 @@ class _Phases:
 def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
     """A plan that failed as plans that do the same: its halves, or the sequences at fault apart from the rest.
 
-    What is dropped goes with the first; a new sequence and its copied block go with the step that uses them.
+    What is dropped goes with the first; a new sequence and its copied and loaded blocks go with the step that uses
+    them. Saves are done, and must not be again: the blocks may hold something else by now.
     """
     if guilty:
         groups = [[s for s in plan.steps if (s.seq_id in guilty) is chosen] for chosen in (False, True)]
@@ -314,6 +315,8 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
                 new=tuple(new for new in plan.new if new.seq_id in ids),
                 block_copies=tuple(pair for pair in plan.block_copies if pair[1] in blocks),
                 steps=tuple(steps),
+                saves=(),
+                loads=tuple(pair for pair in plan.loads if pair[1] in blocks),
             )
         )
     return divided

@@ -73,6 +73,12 @@ class PagedOracle:
     ) -> None:
         self.block_size = block_size
         self.windows = windows
+        self.host: dict[int, list[int | None]] = {}
+        """What lies in the slots of the host tier; a slot whose save failed has nothing."""
+        self.fails: Callable[[str], bool] = lambda move: False
+        """Does this "save" or "load" of a block fail?"""
+        self.move_s = 1e-6
+        """What moving a block takes."""
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.salt_of_seed = salt_of_seed
@@ -80,20 +86,35 @@ class PagedOracle:
     def execute(self, plan: Plan, seconds: float = 0.01) -> StepResult:
         for seq_id in plan.dropped:
             self.rows.pop(seq_id, None)
+        size = self.block_size
+        for block_id, slot in plan.saves:
+            self.host.pop(slot, None)
+            if not self.fails("save"):
+                self.host[slot] = self.slots[block_id * size : (block_id + 1) * size]
         for new in plan.new:
             assert new.seq_id not in self.rows
             row = Row([], [root_of(self.salt_of_seed(new.params.seed))], [], new.params, new.index)
             for token_id in new.token_ids:
                 row.append(token_id)
             self.rows[new.seq_id] = row
-        size = self.block_size
+        missing: set[int] = set()
+        for slot, block_id in plan.loads:
+            if slot not in self.host or self.fails("load"):
+                missing.add(block_id)
+            else:
+                self.slots[block_id * size : (block_id + 1) * size] = self.host[slot]
+        missing.update(target for source, target in plan.block_copies if source in missing)
+        lost = {step.seq_id for step in plan.steps if any(missing & {*own} for own in step.new_block_ids)}
+        for seq_id in lost:
+            del self.rows[seq_id]
         sources, targets = {s for s, _ in plan.block_copies}, [t for _, t in plan.block_copies]
         assert len(set(targets)) == len(targets) and not sources & set(targets), "copies depend on their order"
         for source, target in plan.block_copies:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
         assert len({step.seq_id for step in plan.steps}) == len(plan.steps), "a sequence has two entries in one step"
         written: set[int] = set()
-        for step in plan.steps:
+        steps = [step for step in plan.steps if step.seq_id not in lost]
+        for step in steps:
             row = self.rows[step.seq_id]
             row.block_tables = row.block_tables or [[] for _ in step.new_block_ids]
             for table, own in zip(row.block_tables, step.new_block_ids, strict=True):
@@ -108,7 +129,7 @@ class PagedOracle:
                     written.add(slot)
                     self.slots[slot] = row.prefixes[position + 1]
         sampled, scored = [], []
-        for step in plan.steps:
+        for step in steps:
             if step.num_scored:
                 assert step.num_scored <= step.num_tokens
                 tokens = self.rows[step.seq_id].token_ids[step.start + 1 : step.start + 1 + step.num_scored]
@@ -122,7 +143,8 @@ class PagedOracle:
                 token_id = next_token(row.prefixes[-1], row.params.seed, row.index)
                 row.append(token_id)
                 sampled.append(Sampled(step.seq_id, (token_id,)))
-        return StepResult(plan.step, seconds, tuple(sampled), tuple(scored))
+        saved_s, loaded_s = self.move_s * len(plan.saves), self.move_s * len(plan.loads)
+        return StepResult(plan.step, seconds, tuple(sampled), tuple(scored), tuple(lost), saved_s, loaded_s)
 
 
 class Engine:

@@ -22,7 +22,8 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes in tokens, blocks and seconds; `windows`, of each group of layers with block tables of its own.
+    """Sizes in tokens, blocks and seconds; `windows`, of each group of layers with block tables of its own, and
+    `num_host_blocks`, of the tier in host memory.
 
     `step_time_target_s` bounds steps in which prefill joins decodes, `max_scored_rows` the prompt tokens that one
     step gives log-probabilities of."""
@@ -33,6 +34,7 @@ class SchedulerSettings:
     num_blocks: int
     block_size: int
     windows: tuple[int | None, ...] = (None,)
+    num_host_blocks: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"

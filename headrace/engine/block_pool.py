@@ -11,7 +11,7 @@ same list, and the front of the list is evicted first:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headrace.engine.block_hash import BlockKey
 
@@ -22,8 +22,10 @@ class BlockPool:
     A block holds one group of layers, so a content is named by the group and the key of its tokens.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, evicted: Callable[[int, int, BlockKey], None] | None = None) -> None:
+        """`evicted(block_id, group, key)` is told of content that makes room for another."""
         self.num_blocks = num_blocks
+        self._evicted = evicted
         self._ref_counts = [0] * num_blocks
         self._names: list[tuple[int, BlockKey] | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(num_blocks))
@@ -53,7 +55,11 @@ class BlockPool:
         block_ids = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
-            self._forget(block_id)
+            name = self._names[block_id]
+            if name is not None:
+                self.forget(block_id)
+                if self._evicted is not None:
+                    self._evicted(block_id, *name)
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
         return block_ids
@@ -91,10 +97,11 @@ class BlockPool:
         """Forget the content of every block nobody holds; returns how many had one."""
         cached = [block_id for block_id in self._free if self._names[block_id] is not None]
         for block_id in cached:
-            self._forget(block_id)
+            self.forget(block_id)
         return len(cached)
 
-    def _forget(self, block_id: int) -> None:
+    def forget(self, block_id: int) -> None:
+        """Nobody will want this block's content."""
         name = self._names[block_id]
         if name is not None:
             group, key = name

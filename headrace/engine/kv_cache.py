@@ -13,71 +13,151 @@ if the layers without a window have all of it, and those with one what the token
 
     cached, full      [0] [1] [2] [3]        window of two blocks: 4 blocks are found, though layers with the
     cached, window     .   .  [2] [3]        window have lost the first ones; 3 are not, as block 1 is gone
+
+With a tier behind the cache (tiers.py) a block may also lie there: what the pool evicts is saved to it, what a
+sequence finds there is loaded into blocks of its own, and both are moves of the next plan.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import product
 
 from headrace.config.kv_blocks import KVBlocks
-from headrace.engine.block_hash import block_key
+from headrace.engine.block_hash import BlockKey, block_key
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.plan import NO_BLOCK
 from headrace.engine.request import Sequence
+from headrace.engine.tiers import MoveTimes, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The first `num_tokens` tokens of a sequence are computed: whole blocks of each group, the last ones at least,
-    then perhaps part of another, to be copied from a block each."""
+    then perhaps part of another, to be copied from a block each. `loads` (group, place in the block table, slot) are
+    blocks that lie in the host tier; `block_ids` has NO_BLOCK for them."""
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     copy_from: tuple[int, ...] = ()
+    loads: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Those that are in the KV cache."""
+        return [block_id for own in self.block_ids for block_id in own if block_id != NO_BLOCK]
+
+
+@dataclass(slots=True)
+class _Found:
+    """Where one group's blocks of a sequence are, from its first block on: each in the cache, in a slot or nowhere."""
+
+    block_ids: list[int] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
+    run: int = 0
+    """How many were found without a break up to the last one."""
+    num_in_slots: list[int] = field(default_factory=lambda: [0])
+    """Among the first 0, 1, 2 ... blocks."""
+
+    def add(self, block_id: int | None, slot: int | None) -> None:
+        self.block_ids.append(NO_BLOCK if block_id is None else block_id)
+        self.slots.append(slot)
+        self.run = 0 if block_id is None and slot is None else self.run + 1
+        self.num_in_slots.append(self.num_in_slots[-1] + (slot is not None))
 
 
 class KVCache:
-    """Policy over a BlockPool. Blocks are written by one sequence only; shared ones are full and only read."""
+    """Policy over a BlockPool and the tier behind it. Blocks are written by one sequence only; shared ones are full and
+    only read.
 
-    def __init__(self, num_blocks: int, blocks: KVBlocks, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
+    `compute_s(n)` is what computing the first n tokens of a sequence would take, which moving blocks is weighed
+    against.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        blocks: KVBlocks,
+        enable_prefix_caching: bool,
+        tier: Tier | None = None,
+        compute_s: Callable[[int], float] = lambda num_tokens: math.inf,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, None if tier is None else self._store)
+        self.tier = tier
+        self.moves = MoveTimes()
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._compute_s = compute_s
+        self._saves: list[tuple[int, int]] = []
+        self._loads: list[tuple[int, int]] = []
 
     @property
     def nothing(self) -> Prefix:
         """The prefix of a sequence of which nothing is computed."""
         return Prefix(0, ((),) * len(self.blocks.windows))
 
+    @property
+    def names_blocks(self) -> bool:
+        """Without prefix caching a sequence's blocks still have names, its own, if it can find them in the tier."""
+        return self.enable_prefix_caching or self.tier is not None
+
     def cached_prefix(self, seq: Sequence) -> Prefix:
-        """The longest cached prefix of full blocks, leaving at least one token to compute."""
-        if not self.enable_prefix_caching:
+        """The cached prefix of full blocks that saves most time, leaving at least one token to compute: the longest,
+        unless computing its end again is faster than fetching that from the tier."""
+        if not self.names_blocks:
             return self.nothing
+        found, lengths = self._search(seq)
+        if not lengths:
+            return self.nothing
+        longest = lengths[-1]
+        if self.tier is not None and any(own.num_in_slots[longest] for own in found):
+            best = max([0, *lengths], key=lambda count: (self._gain_s(found, count), count))
+            if best < longest and not self.moves.tried_anyway():
+                longest = best
+        return self._prefix(found, longest)
+
+    def _search(self, seq: Sequence) -> tuple[list[_Found], list[int]]:
+        """Where the blocks are, and for how many of them a sequence could start behind them."""
         most = (len(seq.token_ids) - 1) // self.block_size
         self._extend_keys(seq, most)
-        windows = self.blocks.windows
-        found: list[list[int]] = [[] for _ in windows]
-        runs = [0] * len(windows)
-        """Blocks found without a break up to where the search is."""
-        longest = 0
+        windows, tier = self.blocks.windows, self.tier
+        found = [_Found() for _ in windows]
+        lengths = []
         for i, key in enumerate(seq.block_keys[:most]):
-            for group, window in enumerate(windows):
+            for group, own in enumerate(found):
                 block_id = self.pool.find(group, key)
-                runs[group] = 0 if block_id is None else runs[group] + 1
-                found[group].append(NO_BLOCK if block_id is None else block_id)
-                if window is None and block_id is None:
-                    return self._found(found, longest)
-            firsts = [self.blocks.first_seen(window, (i + 1) * self.block_size) for window in windows]
-            if all(run >= i + 1 - first for run, first in zip(runs, firsts, strict=True)):
-                longest = i + 1
-        return self._found(found, longest)
+                own.add(block_id, tier.find(group, key) if block_id is None and tier is not None else None)
+            if any(own.run == 0 and window is None for own, window in zip(found, windows, strict=True)):
+                break
+            if all(own.run >= i + 1 - first for own, first in zip(found, self._firsts(i + 1), strict=True)):
+                lengths.append(i + 1)
+        return found, lengths
 
-    def _found(self, block_ids: list[list[int]], count: int) -> Prefix:
-        """The first `count` blocks, as far as the token after them sees them."""
-        num_tokens = count * self.block_size
-        firsts = [self.blocks.first_seen(window, num_tokens) for window in self.blocks.windows]
-        return Prefix(num_tokens, tuple(tuple(own[f:count]) for own, f in zip(block_ids, firsts, strict=True)))
+    def _firsts(self, count: int) -> list[int]:
+        """Of each group, the first block that the token after `count` blocks sees."""
+        return [self.blocks.first_seen(window, count * self.block_size) for window in self.blocks.windows]
+
+    def _gain_s(self, found: list[_Found], count: int) -> float:
+        """What starting behind `count` blocks saves."""
+        firsts = self._firsts(count)
+        loads = sum(own.num_in_slots[count] - own.num_in_slots[f] for own, f in zip(found, firsts, strict=True))
+        return self._compute_s(count * self.block_size) - loads * self.moves.load_s
+
+    def _prefix(self, found: list[_Found], count: int) -> Prefix:
+        firsts = self._firsts(count)
+        return Prefix(
+            count * self.block_size,
+            tuple(tuple(own.block_ids[first:count]) for own, first in zip(found, firsts, strict=True)),
+            loads=tuple(
+                (group, i, slot)
+                for group, (own, first) in enumerate(zip(found, firsts, strict=True))
+                for i, slot in enumerate(own.slots[first:count], first)
+                if slot is not None
+            ),
+        )
 
     def forked_prefix(self, source: Sequence) -> Prefix:
         """The prompt of a running sibling without its last token, which the fork computes to get its logits; nothing
@@ -103,19 +183,23 @@ class KVCache:
         """
         whole, start = prefix.num_tokens // self.block_size, prefix.num_tokens
         ends = [self.blocks.end_held(window, start, seq.num_tokens) for window in self.blocks.windows]
-        revived = sum(self.pool.ref_count(block_id) == 0 for own in prefix.block_ids for block_id in own)
-        if sum(end - whole + reserve for end in ends) + revived > self.pool.num_free:
+        revived = sum(self.pool.ref_count(block_id) == 0 for block_id in prefix.own_blocks)
+        if sum(end - whole + reserve for end in ends) + len(prefix.loads) + revived > self.pool.num_free:
             return False
-        for own in prefix.block_ids:
-            self.pool.share(own)
+        self.pool.share(prefix.own_blocks)
+        if self.tier is not None:
+            self.tier.hold(slot for _, _, slot in prefix.loads)
         seq.first_blocks = [whole - len(own) for own in prefix.block_ids]
         seq.block_tables = [
             [NO_BLOCK] * first + [*own, *self.pool.allocate(end - whole)]
             for first, own, end in zip(seq.first_blocks, prefix.block_ids, ends, strict=True)
         ]
+        for (group, i, slot), block_id in zip(prefix.loads, self.pool.allocate(len(prefix.loads)), strict=True):
+            seq.block_tables[group][i] = block_id
+            self._loads.append((slot, block_id))
         seq.num_announced_blocks = [0] * len(ends)
         seq.num_planned_tokens = seq.num_computed_tokens = start
-        seq.num_published_blocks = whole
+        seq.num_published_blocks = min((i for _, i, _ in prefix.loads), default=whole)
         return True
 
     def advance(self, seq: Sequence) -> bool:
@@ -144,7 +228,7 @@ class KVCache:
     def publish(self, seq: Sequence) -> None:
         """Name the blocks that computed tokens have filled, so that others may share them."""
         full = seq.num_computed_tokens // self.block_size
-        if not self.enable_prefix_caching or full <= seq.num_published_blocks:
+        if not self.names_blocks or full <= seq.num_published_blocks:
             return
         self._extend_keys(seq, full)
         for i in range(seq.num_published_blocks, full):
@@ -153,11 +237,59 @@ class KVCache:
                     self.pool.publish(table[i], group, seq.block_keys[i])
         seq.num_published_blocks = full
 
-    def free(self, seq: Sequence) -> None:
-        """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head."""
+    def free(self, seq: Sequence, keep: bool) -> None:
+        """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head. Without `keep`
+        nobody will ask for what is in them."""
         for i in reversed(range(max(map(len, seq.block_tables)))):
-            self.pool.release(table[i] for table in seq.block_tables if i < len(table) and table[i] != NO_BLOCK)
+            block_ids = [table[i] for table in seq.block_tables if i < len(table) and table[i] != NO_BLOCK]
+            if not keep:
+                for block_id in block_ids:
+                    self.pool.forget(block_id)
+            self.pool.release(block_ids)
         seq.block_tables = []
+        if not keep and self.tier is not None:
+            for group, key in product(range(len(self.blocks.windows)), seq.block_keys):
+                slot = self.tier.find(group, key)
+                if slot is not None:
+                    self.tier.discard(slot)
+
+    # the tier
+
+    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """Saves (block, slot) and loads (slot, block) that the next plan must do."""
+        moves = tuple(self._saves), tuple(self._loads)
+        self._saves.clear()
+        self._loads.clear()
+        if self.tier is not None:
+            self.tier.release()
+        return moves
+
+    def lose(self, seq: Sequence, loads: Iterable[tuple[int, int]]) -> None:
+        """What `seq` was to get from the tier is not there; nor is it worth asking again."""
+        held = {block_id for table in seq.block_tables for block_id in table}
+        for slot, block_id in loads:
+            if block_id in held and self.tier is not None:
+                self.tier.discard(slot)
+
+    def is_swapped(self, seq: Sequence) -> bool:
+        """Of a preempted sequence: does the end of what it had lie in the tier?"""
+        if self.tier is None or not seq.num_kept_blocks:
+            return False
+        key = seq.block_keys[seq.num_kept_blocks - 1]
+        return any(self.tier.find(group, key) is not None for group in range(len(self.blocks.windows)))
+
+    def reset(self) -> int:
+        """Forget every content that no sequence holds, in the cache and in the tier; returns how many there were."""
+        return self.pool.forget_free() + (self.tier.clear() if self.tier is not None else 0)
+
+    def _store(self, block_id: int, group: int, key: BlockKey) -> None:
+        """A block makes room: save its content, if fetching it again would be faster than computing it."""
+        assert self.tier is not None
+        move_s = self.moves.both_s * len(self.blocks.windows)
+        if move_s <= self._compute_s(self.block_size) or self.moves.tried_anyway():
+            slot = self.tier.store(group, key)
+            if slot is not None:
+                self._saves.append((block_id, slot))
 
     def _extend_keys(self, seq: Sequence, count: int) -> None:
         size = self.block_size

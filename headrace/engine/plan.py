@@ -50,14 +50,17 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Order: `dropped` is forgotten, `new` is added, `block_copies` (source, target) are done, then
-    every entry of `steps` is computed in one flat batch."""
+    """One step. Order: `dropped` is forgotten, `saves` (block, slot of the host tier) are done, `new` is added, then
+    come `loads` (slot, block) and `block_copies` (source, target), and every entry of `steps` is computed in one flat
+    batch. A slot may be saved and loaded in one plan."""
 
     step: int
     dropped: tuple[int, ...]
     new: tuple[NewSequence, ...]
     block_copies: tuple[tuple[int, int], ...]
     steps: tuple[SequenceStep, ...]
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +92,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """What a step computed, in `seconds`, and what moving blocks took besides.
+
+    `lost` are sequences whose blocks could not be loaded: nothing was computed for them, and the runtime has dropped
+    them. A save that fails is told of when somebody tries to load it.
+    """
+
     step: int
     seconds: float
     sampled: tuple[Sampled, ...]
     scored: tuple[Scored, ...] = ()
+    lost: tuple[int, ...] = ()
+    saved_s: float = 0.0
+    loaded_s: float = 0.0

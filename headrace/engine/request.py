@@ -84,6 +84,8 @@ class Sequence:
     """Leading entries of each block table that plans have told the runtime."""
     block_keys: list[BlockKey] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_kept_blocks: int = 0
+    """Of a preempted sequence, how many blocks of each group had a name when it gave them up."""
     num_passed_tokens: int = 0
     """Prefill tokens that went to later comers while this one had more to compute."""
     num_overtaken: int = 0
@@ -113,5 +115,6 @@ class Sequence:
 
     def forget_progress(self) -> None:
         """Back to nothing computed; the tokens generated so far stay."""
+        self.num_kept_blocks = self.num_published_blocks
         self.num_planned_tokens = self.num_computed_tokens = self.num_pending_tokens = 0
         self.num_published_blocks = 0

@@ -48,6 +48,7 @@ from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, Sampled, SequenceS
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepLoad, StepTimeModel
+from headrace.engine.tiers import HostTier
 from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
@@ -64,8 +65,14 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, now: Callable[[], float] = time.time) -> None:
         """`now` is the clock of `AddRequest.arrival_s`; it is only used to report queueing time."""
         self.settings = settings
-        self.kv_cache = KVCache(settings.num_blocks, settings.blocks, settings.enable_prefix_caching)
         self.step_time = StepTimeModel()
+        self.kv_cache = KVCache(
+            settings.num_blocks,
+            settings.blocks,
+            settings.enable_prefix_caching,
+            HostTier(settings.num_host_blocks) if settings.num_host_blocks else None,
+            self.step_time.compute_s,
+        )
         self._chunks = Chunks(settings, self.step_time)
         self._now = now
         self._requests: dict[str, Request] = {}
@@ -85,6 +92,9 @@ class Scheduler:
         self._last_step = (0, 0, 0)
         self._prefix_queries_total = 0
         self._prefix_hits_total = 0
+        self._host_hits_total = 0
+        self._moved_total = (0, 0)
+        """Blocks saved to the host tier and loaded from it."""
         self._preemptions_total = 0
 
     # requests
@@ -122,7 +132,7 @@ class Scheduler:
         request = Request(
             message=message,
             rank=(message.priority, message.arrival_s, order) if by_priority else (0, 0.0, order),
-            domain=domain_digest([] if message.cache_salt is None else ["cache_salt", message.cache_salt]),
+            domain=self._domain(message, order),
             max_new_tokens=min(message.params.max_tokens, settings.max_model_len - len(message.token_ids)),
             held=list(range(1, message.params.n)),
         )
@@ -130,6 +140,12 @@ class Scheduler:
         self._num_queued += 1
         self._enqueue(request, index=0)
         return None
+
+    def _domain(self, message: AddRequest, order: int) -> bytes:
+        """What names of its blocks begin with: without prefix caching no other request has the same."""
+        salt = [] if message.cache_salt is None else ["cache_salt", message.cache_salt]
+        own = [] if self.settings.enable_prefix_caching else ["request", str(order)]
+        return domain_digest([*salt, *own])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a sequence, or with None the whole request, and free its blocks. Unknown ones are no error:
@@ -161,7 +177,7 @@ class Scheduler:
         """Take a sequence out of everything; with the last one, its request."""
         request = seq.request
         if seq.state is SequenceState.RUNNING:
-            self._stop_running(seq)
+            self._stop_running(seq, keep=self.settings.enable_prefix_caching)
         else:
             self._waiting.remove(seq)
         seq.state = SequenceState.FINISHED
@@ -171,9 +187,10 @@ class Scheduler:
             del self._requests[request.message.request_id]
             self._num_queued -= not request.started
 
-    def _stop_running(self, seq: Sequence) -> None:
+    def _stop_running(self, seq: Sequence, keep: bool) -> None:
+        """With `keep` somebody may ask for what it has computed."""
         self._running.remove(seq)
-        self.kv_cache.free(seq)
+        self.kv_cache.free(seq, keep)
         del self._by_id[seq.seq_id]
         self._dropped[seq.seq_id] = None
 
@@ -197,7 +214,9 @@ class Scheduler:
         if not draft.steps and not self._dropped:
             return None
         dropped, self._dropped = tuple(self._dropped), {}
-        plan = Plan(self._next_step, dropped, tuple(draft.new), tuple(draft.block_copies), tuple(draft.steps))
+        saves, loads = self.kv_cache.take_moves()
+        copies, steps = tuple(draft.block_copies), tuple(draft.steps)
+        plan = Plan(self._next_step, dropped, tuple(draft.new), copies, steps, saves, loads)
         self._next_step += 1
         return plan
 
@@ -215,7 +234,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
         (the tokens will be drawn again, and the same)."""
-        self._stop_running(seq)
+        self._stop_running(seq, keep=True)
         seq.seq_id = next(self._seq_ids)
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
@@ -319,8 +338,10 @@ class Scheduler:
             request.num_cached_tokens = prefix.num_tokens
             self._num_queued -= 1
             if self.kv_cache.enable_prefix_caching:
+                num_loaded = len({place for _, place, _ in prefix.loads}) * self.settings.block_size
                 self._prefix_queries_total += request.num_prompt_tokens
-                self._prefix_hits_total += prefix.num_tokens
+                self._prefix_hits_total += prefix.num_tokens - num_loaded
+                self._host_hits_total += num_loaded
         partial = prefix.num_tokens // self.settings.block_size
         for source, table in zip(prefix.copy_from, seq.block_tables, strict=False):
             draft.block_copies.append((source, table[partial]))
@@ -349,7 +370,12 @@ class Scheduler:
     def update(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
         """Take in what a step gave. Only `plan.steps` counts, so a plan that was executed in parts is updated in
         parts. Raises RuntimeError if the result lacks a token the plan asked for."""
-        self.step_time.observe(StepLoad.of(plan.steps), result.seconds)
+        lost = frozenset(result.lost)
+        self.step_time.observe(StepLoad.of(step for step in plan.steps if step.seq_id not in lost), result.seconds)
+        moves, (num_saved, num_loaded) = self.kv_cache.moves, self._moved_total
+        moves.saved(len(plan.saves), result.saved_s)
+        moves.loaded(len(plan.loads), result.loaded_s)
+        self._moved_total = (num_saved + len(plan.saves), num_loaded + len(plan.loads))
         num_decodes = sum(step.num_tokens == 1 and step.samples for step in plan.steps)
         self._last_step = (plan.step, plan.num_tokens - num_decodes, num_decodes)
         sampled = {entry.seq_id: entry for entry in result.sampled}
@@ -358,6 +384,10 @@ class Scheduler:
         for step in plan.steps:
             seq = self._by_id.get(step.seq_id)
             if seq is None:
+                continue
+            if step.seq_id in lost:
+                self.kv_cache.lose(seq, plan.loads)
+                self._preempt(seq)
                 continue
             seq.num_computed_tokens = step.start + step.num_tokens
             self.kv_cache.publish(seq)
@@ -431,6 +461,7 @@ class Scheduler:
     def stats(self, step_s: float) -> StepStats:
         """State after the last updated step, which took `step_s` seconds in all."""
         step, num_prefill_tokens, num_decode_tokens = self._last_step
+        tier = self.kv_cache.tier
         return StepStats(
             step=step,
             step_s=step_s,
@@ -441,19 +472,27 @@ class Scheduler:
             num_decode_tokens=num_decode_tokens,
             kv_blocks_used=self.kv_cache.pool.num_used,
             kv_blocks_total=self.kv_cache.pool.num_blocks,
+            host_blocks_used=tier.num_used if tier is not None else 0,
+            host_blocks_total=self.settings.num_host_blocks,
+            num_swapped=sum(self.kv_cache.is_swapped(seq) for seq in self._waiting) if tier is not None else 0,
             prefix_queries_total=self._prefix_queries_total,
             prefix_hits_total=self._prefix_hits_total,
+            host_hits_total=self._host_hits_total,
+            host_saved_total=self._moved_total[0],
+            host_loaded_total=self._moved_total[1],
             preemptions_total=self._preemptions_total,
         )
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached block that no running sequence holds; returns how many."""
-        return self.kv_cache.pool.forget_free()
+        """Forget every cached block that no running sequence holds, also in the host tier; returns how many."""
+        return self.kv_cache.reset()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, sequence and request is accounted for exactly once."""
         pool, size = self.kv_cache.pool, self.settings.block_size
         pool.check_integrity()
+        if self.kv_cache.tier is not None:
+            self.kv_cache.tier.check_integrity()
         tables = [(seq, g, table) for seq in self._running for g, table in enumerate(seq.block_tables)]
         held = Counter(block_id for _, _, table in tables for block_id in table if block_id != NO_BLOCK)
         for block_id in range(pool.num_blocks):

@@ -10,6 +10,7 @@ then fill one cell and cannot wash out what was learnt from prefill, which plain
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,6 +98,12 @@ class StepTimeModel:
     def predict_s(self, load: StepLoad) -> float | None:
         fit = self.coefficients
         return None if fit is None else fit[0] + fit[1] * load.padded_rows + fit[2] * load.pairs
+
+    def compute_s(self, num_tokens: int) -> float:
+        """What the first `num_tokens` of a sequence add to steps; infinite before anything was measured."""
+        fit = self.coefficients
+        load = StepLoad().plus(num_tokens, 0)
+        return math.inf if fit is None else fit[1] * load.rows + fit[2] * load.pairs
 
     def fits(self, load: StepLoad, target_s: float, untried: bool = False) -> bool:
         """Is a step of this load expected to stay within the target? Without `untried`, a load far beyond what was

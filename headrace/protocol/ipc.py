@@ -181,7 +181,17 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int
     prefix_queries_total: int
     prefix_hits_total: int
+    """Prompt tokens found in the KV cache."""
     preemptions_total: int
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    num_swapped: int = 0
+    """Preempted sequences that wait and whose blocks lie in the host tier."""
+    host_hits_total: int = 0
+    """Prompt tokens found in the host tier."""
+    host_saved_total: int = 0
+    """Blocks moved to the host tier, and back."""
+    host_loaded_total: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step", kw_only=True):
@@ -214,6 +224,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     block_size: int
     num_blocks: int
+    num_host_blocks: int = 0
+    """Of the tier in host memory behind the KV cache (--swap-space)."""
     kv_cache_tokens: int
     """Tokens of requests of `max_model_len` that fit the KV cache together."""
     max_model_len: int

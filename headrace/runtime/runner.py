@@ -1,7 +1,7 @@
 """Executes plans on one device: keeps the table of sequences, builds the batch, runs the model, samples.
 
-A step that raises leaves the table as it was before it (the plan's dropped sequences stay dropped), so the
-same work can be planned again, in smaller parts or without the guilty sequence.
+A step that raises leaves the table as it was before it (the plan's dropped sequences stay dropped, and its saves are
+done), so the same work can be planned again, in smaller parts or without the guilty sequence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from headrace.protocol.ipc import GrammarSpec, TokenLogprobs
 from headrace.runtime.batch import build_batch
 from headrace.runtime.grammar import Grammar, GrammarState
 from headrace.runtime.grammar_mask import step_mask
+from headrace.runtime.host_store import HostStore
 from headrace.runtime.sampling import SequenceSampling, listed_logprobs, sampling_rows, token_logprobs
 from headrace.runtime.table import SequenceTable
 from headrace.weights.checkpoint import Checkpoint, Progress
@@ -52,6 +53,7 @@ class Runner:
         self._forward: Callable[[Batch], Buffer] | None = None
         self._block_size = 0
         self._table = SequenceTable(len(files.config.layer_groups))
+        self._host = HostStore(kernels)
 
     @property
     def num_sequences(self) -> int:
@@ -76,8 +78,15 @@ class Runner:
             raise RuntimeError("the runner has no model: call load before allocate_kv_cache")
         layout = KVCacheLayout(config.layers_per_group, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         kernels.allocate_kv_cache(layout)
+        self._host.clear()
         self._forward = kernels.capture(lambda batch: model.forward(kernels, batch))
         self._block_size = block_size
+
+    def release_kv_cache(self) -> None:
+        """Give its memory back, and that of what the host tier holds, until the next `allocate_kv_cache`."""
+        self._forward = None
+        self.kernels.release_kv_cache()
+        self._host.clear()
 
     def execute(self, plan: Plan) -> StepResult:
         """Do one step. Raises BrokenSequences, or whatever the device raised."""
@@ -85,20 +94,36 @@ class Runner:
         table = self._table
         for seq_id in plan.dropped:
             table.drop(seq_id)
+        self._host.save(plan.saves)
+        saved_s = time.perf_counter()
         for sequence in plan.new:
             table.add(sequence, self._grammar_state(sequence))
         known = [step.seq_id for step in plan.steps if step.seq_id in table]
         rows_before = np.array([table.row(seq_id) for seq_id in known], np.int64)
         blocks_before = table.num_blocks[:, rows_before]
         try:
+            failed = self._host.load(plan.loads)
+            loaded_s = time.perf_counter()
+            lost = _without_blocks(plan, failed) if failed else frozenset()
+            steps = [step for step in plan.steps if step.seq_id not in lost]
             self.kernels.copy_blocks(plan.block_copies)
-            sampled, scored = self._compute(plan.steps) if plan.steps else ((), ())
+            sampled, scored = self._compute(steps) if steps else ((), ())
         except BaseException:
             table.num_blocks[:, rows_before] = blocks_before
             for sequence in plan.new:
                 table.drop(sequence.seq_id)
             raise
-        return StepResult(plan.step, time.perf_counter() - started_s, sampled, scored)
+        for seq_id in lost:
+            table.drop(seq_id)
+        return StepResult(
+            plan.step,
+            time.perf_counter() - loaded_s,
+            sampled,
+            scored,
+            tuple(lost),
+            saved_s - started_s,
+            loaded_s - saved_s,
+        )
 
     def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
         if self._forward is None:
@@ -180,6 +205,12 @@ class Runner:
         if grammar is None:
             raise RuntimeError("a sequence was planned whose grammar is not compiled")
         return grammar.start()
+
+
+def _without_blocks(plan: Plan, failed: frozenset[int]) -> frozenset[int]:
+    """Sequences that got one of these blocks, or a copy of one."""
+    missing = failed.union(target for source, target in plan.block_copies if source in failed)
+    return frozenset(step.seq_id for step in plan.steps if any(missing.intersection(own) for own in step.new_block_ids))
 
 
 def _state(table: SequenceTable, row: int) -> SequenceSampling:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -61,7 +63,7 @@ WINDOWS = st.one_of(
 @st.composite
 def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
     """Caches from just large enough for the largest request alone (50 tokens) to roomy; one group of layers to three,
-    with windows and without."""
+    with windows and without; no host tier, one of a block, or more."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     chunked = draw(st.booleans())
     max_num_batched_tokens = draw(st.integers(1, 64)) if chunked else draw(st.integers(36, 64))
@@ -74,6 +76,7 @@ def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
         num_blocks=least + draw(st.sampled_from([0, 1, 3, 40])),
         block_size=block_size,
         windows=windows,
+        num_host_blocks=draw(st.sampled_from([0, 0, 1, 5, 60])),
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
@@ -87,9 +90,13 @@ def seconds_of(plan: Plan) -> float:
     return (0.001 + 0.0001 * plan.num_tokens) * (20 if plan.step % 17 == 5 else 1)
 
 
-def play(config: SchedulerSettings, trace: list[Arrival], depth: int) -> tuple[Engine, set[tuple[str, int]]]:
+def play(
+    config: SchedulerSettings, trace: list[Arrival], depth: int, fails: Callable[[str], bool] = lambda move: False
+) -> tuple[Engine, set[tuple[str, int]]]:
     """Run a trace to its end; returns the engine and the sequences that were aborted on the way."""
     engine = Engine(Scheduler(config, now=lambda: 10.0), depth, seconds_of)
+    engine.oracle.fails = fails
+    engine.oracle.move_s = (1e-6, 1e-6, 1e-4)[len(trace) % 3]
     aborts: list[tuple[int, str, int | None]] = []
     aborted: set[tuple[str, int]] = set()
     for step in range(40):
@@ -110,6 +117,23 @@ def play(config: SchedulerSettings, trace: list[Arrival], depth: int) -> tuple[E
             assert engine.step() is not None, "there is work, and nothing is scheduled or in flight"
     engine.run()
     return engine, aborted
+
+
+@settings(traces, max_examples=100)
+@given(scheduler_settings(), st.lists(arrivals, min_size=2, max_size=8), st.randoms(use_true_random=False), st.data())
+def test_moves_that_fail_cost_time_and_nothing_else(
+    config: SchedulerSettings, trace: list[Arrival], random: Random, data: st.DataObject
+) -> None:
+    """Of the moves to the host tier and back so many fail."""
+    share = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+    least = config.blocks.most_held(50)
+    config = replace(config, num_blocks=least, num_host_blocks=data.draw(st.sampled_from([2, 60])))
+    engine, aborted = play(config, trace, 1, lambda move: random.random() < share)
+    engine.assert_nothing_left()
+    for name, message in engine.requests.items():
+        for index in range(message.params.n):
+            if (name, index) not in aborted:
+                assert engine.tokens(name, index) == expected_tokens(message, index)
 
 
 def assert_prompt_scored_once(engine: Engine, name: str, finished: bool) -> None:
@@ -160,16 +184,22 @@ def test_no_step_exceeds_its_budgets(config: SchedulerSettings, trace: list[Arri
     st.sampled_from(["fcfs", "priority"]),
     st.sampled_from([1, 4]),
     WINDOWS,
+    st.sampled_from([0, 3, 60]),
     st.integers(0, 40),
 )
 def test_a_cache_for_one_request_only_still_serves_them_all(
-    trace: list[Arrival], policy: str, block_size: int, windows: tuple[int | None, ...], fail_at: int
+    trace: list[Arrival],
+    policy: str,
+    block_size: int,
+    windows: tuple[int | None, ...],
+    num_host_blocks: int,
+    fail_at: int,
 ) -> None:
     """The smallest cache, everybody at once, and one step that fails on the way."""
     config = SchedulerSettings(
         max_num_seqs=8, max_num_batched_tokens=20, max_model_len=50,
         num_blocks=KVBlocks(windows, block_size, 20).most_held(50),
-        block_size=block_size, windows=windows, policy=policy,  # type: ignore[arg-type]
+        block_size=block_size, windows=windows, num_host_blocks=num_host_blocks, policy=policy,  # type: ignore[arg-type]
     )  # fmt: skip
     engine = Engine(Scheduler(config, now=lambda: 10.0))
     for i, arrival in enumerate(trace):
