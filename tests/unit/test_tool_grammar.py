@@ -41,7 +41,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
 
 
 def said(core: EngineCore, grammar: GrammarSpec | None, seed: int = 0, liked: str = "") -> str:
-    bias = {token_id: 50.0 for token_id in tokenizer().encode(liked, add_special_tokens=False)} or None
+    bias = dict.fromkeys(tokenizer().encode(liked, add_special_tokens=False), 50.0) or None
     options = {"max_tokens": 300, "temperature": 1.0, "seed": seed, "stop_token_ids": (END_OF_SEQUENCE,)}
     asked = request("r", [5, 6, 7], grammar=grammar, logit_bias=bias, **options)
     done = run(core, [asked], max_steps=10_000_000)["r", 0]
