@@ -106,7 +106,7 @@ class EngineCore:
             threads=kernels.threads,
             weight_bytes=kernels.weight_bytes,
             kv_cache_bytes=plan.kv_cache_bytes,
-            kv_cache_dtype=kernels.dtype,
+            kv_cache_dtype=kernels.kv_cache_dtype,
             block_size=plan.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_tokens=plan.kv_cache_tokens,
@@ -255,7 +255,7 @@ class EngineCore:
                 settings,
                 weight_bytes=kernels.weight_bytes,
                 available_bytes=memory_bytes,
-                kv_bytes_per_value=kernels.kv_bytes_per_value,
+                kv_cache_dtype=kernels.kv_cache_dtype,
                 overhead_bytes=taken_bytes,
                 device="cuda" if kernels.device == "cuda" else "cpu",
             )

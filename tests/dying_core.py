@@ -20,7 +20,7 @@ DEADLY = 250
 STEP_S = 0.005
 
 KERNELS = SimpleNamespace(
-    name="scripted", device="cpu", dtype="float32", threads=1, weight_bytes=1, kv_bytes_per_value=4
+    name="scripted", device="cpu", dtype="float32", threads=1, weight_bytes=1, kv_cache_dtype="float32"
 )
 
 

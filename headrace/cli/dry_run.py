@@ -34,7 +34,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         engine,
         weight_bytes=weight_bytes,
         available_bytes=available_bytes,
-        kv_bytes_per_value=kernels.kv_bytes_per_value,
+        kv_cache_dtype=kernels.kv_cache_dtype,
         overhead_bytes=taken_bytes,
         device="cuda" if kernels.device == "cuda" else "cpu",
     )
@@ -49,7 +49,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         threads=kernels.threads,
         weight_bytes=weight_bytes,
         kv_cache_bytes=plan.kv_cache_bytes,
-        kv_cache_dtype=kernels.dtype,
+        kv_cache_dtype=kernels.kv_cache_dtype,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         kv_cache_tokens=plan.kv_cache_tokens,

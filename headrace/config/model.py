@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.config.kv_cache_format import KV_CACHE_FORMATS
+
 
 class LayerGroup(msgspec.Struct, frozen=True):
     """Layers that share block tables, because they keep the same tokens: all, or those in their `window`."""
@@ -106,6 +108,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
-    def kv_bytes_per_token(self, bytes_per_value: float) -> int:
+    def kv_bytes_per_token(self, kv_cache_dtype: str) -> int:
         """Bytes of keys and values that one token takes in a block: over the layers of one group."""
-        return int(2 * self.layers_per_group * self.num_kv_heads * self.head_dim * bytes_per_value)
+        head_bytes = KV_CACHE_FORMATS[kv_cache_dtype].head_bytes(self.head_dim)
+        return 2 * self.layers_per_group * self.num_kv_heads * head_bytes

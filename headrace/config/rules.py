@@ -148,20 +148,6 @@ def _step_target_below_timeout(setup: Setup) -> Finding | None:
     )
 
 
-def _kv_cache_dtype_is_built(setup: Setup) -> Finding | None:
-    stored, dtype = setup.engine.kv_cache_dtype, setup.engine.dtype
-    if stored == "auto" or stored == dtype:
-        return None
-    if stored.startswith(("fp8", "int8")):
-        return _error(
-            f"--kv-cache-dtype {stored}: an 8-bit KV cache: not built yet; use --kv-cache-dtype auto. "
-            "To save memory today, lower --max-model-len or --max-num-seqs."
-        )
-    if dtype == "auto":
-        return _error(f"--kv-cache-dtype {stored} must be the compute dtype: add --dtype {stored}, or use auto.")
-    return _error(f"--kv-cache-dtype {stored} differs from --dtype {dtype}: not built yet; use --kv-cache-dtype auto.")
-
-
 def _keys_can_be_sent(setup: Setup) -> Finding | None:
     for key in setup.server.api_keys:
         if not key.strip():
@@ -288,7 +274,6 @@ RULES: tuple[Rule, ...] = (
     _sequences_fit_a_step,
     _step_is_not_huge,
     _step_target_below_timeout,
-    _kv_cache_dtype_is_built,
     _keys_can_be_sent,
     _open_server_has_a_key,
     _key_and_certificate_together,

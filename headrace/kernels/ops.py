@@ -129,13 +129,12 @@ class Kernels(Protocol):
     device: str
     """cpu or cuda."""
     dtype: str
-    """Compute dtype of buffers and of the KV cache: float32, bfloat16 or float16."""
+    """Compute dtype of buffers: float32, bfloat16 or float16."""
+    kv_cache_dtype: str
+    """Of the KV cache: one of config/kv_cache_format.py."""
     threads: int
     weight_bytes: int
     """Memory of everything prepared so far."""
-
-    @property
-    def kv_bytes_per_value(self) -> int: ...
 
     # set-up
     def prepare_weight(self, weight: Weight) -> Handle:

@@ -60,7 +60,7 @@ def plan_memory(
     *,
     weight_bytes: int,
     available_bytes: int,
-    kv_bytes_per_value: float,
+    kv_cache_dtype: str,
     overhead_bytes: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> MemoryPlan:
@@ -72,7 +72,7 @@ def plan_memory(
     """
     notes: list[str] = []
     block_size = settings.block_size or BLOCK_SIZE[device]
-    block_bytes = config.kv_bytes_per_token(kv_bytes_per_value) * block_size
+    block_bytes = config.kv_bytes_per_token(kv_cache_dtype) * block_size
     batched_tokens = _batched_tokens(config, settings, device)
     windows = tuple(group.window for group in config.layer_groups)
     blocks = KVBlocks(windows, block_size, batched_tokens)

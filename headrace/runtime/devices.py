@@ -64,7 +64,7 @@ def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: i
     dtype = settings.dtype
     if dtype == "auto":
         dtype = config.dtype if multiplies_natively(config.dtype) else "float32"
-    return ReferenceKernels("cpu", dtype, threads)
+    return ReferenceKernels("cpu", dtype, threads, kv_cache_dtype=settings.kv_cache_dtype)
 
 
 def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | None:
@@ -92,7 +92,9 @@ def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | No
         if settings.dtype != "auto":
             raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
         dtype = "float16"
-    return ReferenceKernels("cuda", dtype, settings.threads or available_threads())
+    return ReferenceKernels(
+        "cuda", dtype, settings.threads or available_threads(), kv_cache_dtype=settings.kv_cache_dtype
+    )
 
 
 def has_gpu() -> bool:

@@ -147,7 +147,7 @@ def test_blocks_that_were_read_and_written_back_elsewhere_are_the_same_prefix(dt
     (expected,) = step(kernels, [(sequence, 40, 60)])
     other = Sequence(60, 4, 2, 16, BLOCKS[50:], seed=5)
     content = kernels.read_blocks(sequence.blocks[:3].tolist())
-    assert content.shape == (3, 2 * BLOCK_SIZE * 2 * 16 * kernels.kv_bytes_per_value)
+    assert content.shape == (3, 2 * BLOCK_SIZE * 2 * 16 * torch.finfo(getattr(torch, dtype)).bits // 8)
     # In another order and one by one: each row is a whole block.
     for i in (2, 0, 1):
         kernels.write_blocks([int(other.blocks[i])], content[i : i + 1])

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, num_tokens: int = 4096, block_size: int = 4, **changes: object) -> EngineCore:
     probe = {"model": str(model), "dtype": "float32", "block_size": block_size, "max_num_seqs": 16} | changes
     config = open_model(model).config
-    per_token = config.kv_bytes_per_token(4) * len(config.layer_groups)
+    per_token = config.kv_bytes_per_token("float32") * len(config.layer_groups)
     probe.setdefault("kv_cache_memory_bytes", num_tokens * per_token)
     probe.setdefault("max_model_len", min(num_tokens, 256))
     return EngineCore(EngineSettings(**probe))  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def plan(available_gib: float = 16.0, config: ModelConfig = SMOLLM2, device: str
         EngineSettings(model="m", **flags),
         weight_bytes=540_000_000,
         available_bytes=int(available_gib * GIB),
-        kv_bytes_per_value=4,
+        kv_cache_dtype="float32",
         overhead_bytes=300_000_000,
         device=device,
     )

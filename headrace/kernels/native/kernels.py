@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.config import kv_cache_format
 from headrace.kernels.native import library
 from headrace.kernels.native.library import address, contiguous
 from headrace.kernels.native.program import Program, Recording, Symbol, record
@@ -93,7 +94,7 @@ class NativeKernels:
     ) -> None:
         self.dtype = dtype
         self.threads = threads
-        self.kv_cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+        self.kv_cache_dtype = kv_cache_format.kv_cache_dtype(kv_cache_dtype, dtype)
         self.variant = variant or library.variants()[0]
         self.weight_bytes = 0
         self._library = library.load()
@@ -153,10 +154,6 @@ class NativeKernels:
         return matrix
 
     # the KV cache
-
-    @property
-    def kv_bytes_per_value(self) -> int:
-        return 4 if self.kv_cache_dtype == "float32" else 2
 
     def allocate_kv_cache(self, layout: KVCacheLayout) -> None:
         """Map the cache; memory is taken as it is written."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels.ops import Batch
+from headrace.kernels.reference.kv_cache import CachePart
 
 QUERY_TILE = 8
 KEY_TILE = 128
@@ -178,12 +179,14 @@ def _hidden(distance: NDArray[np.int64], window: int | None) -> NDArray[np.bool_
     return hidden
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, num_kv_heads: int, scale: float) -> Tensor:
+def attend(
+    q: Tensor, keys: CachePart, values: CachePart, plan: AttentionPlan, *, num_kv_heads: int, scale: float
+) -> Tensor:
     """q [rows, num_heads * head_dim] -> the same shape.
 
-    keys and values [slots * num_kv_heads, head_dim] are a layer's cache, this step's rows stored already.
+    keys and values are a layer's cache, this step's rows stored already.
     """
-    rows, head_dim = q.shape[0], keys.shape[1]
+    rows, head_dim = q.shape[0], keys.numbers.shape[1]
     shared_heads = q.shape[1] // (num_kv_heads * head_dim)
     # A KV head's queries lie side by side in a row, so (slot, head of the group) are the rows of an item.
     queries = torch.zeros(plan.num_items * QUERY_TILE, shared_heads * head_dim, device=q.device)
@@ -196,7 +199,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, num_
     return gathered.view(rows, -1).to(q.dtype)
 
 
-def _attend_group(queries: Tensor, out: Tensor, keys: Tensor, values: Tensor, group: Group) -> None:
+def _attend_group(queries: Tensor, out: Tensor, keys: CachePart, values: CachePart, group: Group) -> None:
     """Online softmax over the group's key tiles; `out` holds zeros and gets the result."""
     items, item_rows, head_dim = queries.shape
     # The lowest number and not -infinity: a row that sees nothing of a tile must add zeros, not 0 * infinity.
@@ -204,8 +207,8 @@ def _attend_group(queries: Tensor, out: Tensor, keys: Tensor, values: Tensor, gr
     total = queries.new_zeros(items, item_rows, 1)
     for tile in group.key_tiles:
         active, n = slice(tile.start, tile.stop), tile.stop - tile.start
-        k = keys.index_select(0, tile.rows).view(-1, KEY_TILE, head_dim).float().expand(n, -1, -1)
-        v = values.index_select(0, tile.rows).view(-1, KEY_TILE, head_dim).float().expand(n, -1, -1)
+        k = keys.read(tile.rows).view(-1, KEY_TILE, head_dim).expand(n, -1, -1)
+        v = values.read(tile.rows).view(-1, KEY_TILE, head_dim).expand(n, -1, -1)
         scores = torch.bmm(queries[active], k.transpose(1, 2))
         if tile.masked_from < tile.stop:
             by_position = scores.view(n, QUERY_TILE, -1, KEY_TILE)

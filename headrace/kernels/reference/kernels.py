@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.config import kv_cache_format
 from headrace.kernels.ops import Batch, Float32, Int32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.reference import sampling
 from headrace.kernels.reference.attention import AttentionPlan, attend, plan_attention
+from headrace.kernels.reference.kv_cache import CachePart, allocate_part
 from headrace.kernels.reference.linear import Matrix, TrustedHeights, multiply, pack
 from headrace.kernels.weight import Weight
 
@@ -62,9 +64,12 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def __init__(self, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
+    def __init__(
+        self, device: str = "cpu", dtype: str = "float32", threads: int | None = None, *, kv_cache_dtype: str = "auto"
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_format.kv_cache_dtype(kv_cache_dtype, dtype)
         self.weight_bytes = 0
         if threads is not None:
             torch.set_num_threads(threads)
@@ -74,12 +79,8 @@ class ReferenceKernels:
         self._multiply_dtype = self._dtype if native else torch.float32
         self._trusted_heights: TrustedHeights = {}
         self._layout: KVCacheLayout | None = None
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    @property
-    def kv_bytes_per_value(self) -> int:
-        return self._dtype.itemsize
+        self._keys: list[CachePart] = []
+        self._values: list[CachePart] = []
 
     # set-up
 
@@ -121,14 +122,9 @@ class ReferenceKernels:
         return RopeTable(torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device))
 
     def allocate_kv_cache(self, layout: KVCacheLayout) -> None:
-        """Map the cache, untouched but for one more block of zeros, which absent positions are read from."""
         self.release_kv_cache()
-        rows = (layout.num_blocks + 1) * layout.block_size * layout.num_kv_heads
-        for cache in (self._keys, self._values):
-            for _ in range(layout.num_layers):
-                layer = torch.empty(rows, layout.head_dim, dtype=self._dtype, device=self.device)
-                layer[-layout.block_size * layout.num_kv_heads :] = 0
-                cache.append(layer)
+        for parts in (self._keys, self._values):
+            parts += [allocate_part(layout, self.kv_cache_dtype, self.device) for _ in range(layout.num_layers)]
         self._layout = layout
 
     def release_kv_cache(self) -> None:
@@ -139,11 +135,9 @@ class ReferenceKernels:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
-        layout = self._cache_layout()
         sources = torch.tensor([s for s, _ in pairs], device=self.device)
         targets = torch.tensor([t for _, t in pairs], device=self.device)
-        for layer in (*self._keys, *self._values):
-            blocks = layer.view(layout.num_blocks + 1, -1)
+        for blocks in self._blocks():
             blocks[targets] = blocks[sources]
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
@@ -162,7 +156,7 @@ class ReferenceKernels:
     def _blocks(self) -> list[Tensor]:
         """Every part of the cache as bytes [blocks, bytes of this part of a block]."""
         num_blocks = self._cache_layout().num_blocks + 1
-        return [part.view(num_blocks, -1).view(torch.uint8) for part in (*self._keys, *self._values)]
+        return [blocks for part in (*self._keys, *self._values) for blocks in part.blocks(num_blocks)]
 
     # a step
 
@@ -242,9 +236,8 @@ class ReferenceKernels:
         window: int | None = None,
     ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
-        width = num_kv_heads * keys.shape[1]
-        keys.view(-1, width)[batch.slot_mapping[group]] = k
-        values.view(-1, width)[batch.slot_mapping[group]] = v
+        keys.store(batch.slot_mapping[group], k)
+        values.store(batch.slot_mapping[group], v)
         plan = batch.plans.get((group, window))
         if plan is None:
             plan = batch.plans[group, window] = batch.plan(group, window)
