@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import logging
 import os
+import select
 import signal
 import struct
 import sys
@@ -338,6 +339,10 @@ def trace_line(plan: Plan, stats: ipc.StepStats) -> str:
     )
 
 
+class ServerGone(Exception):
+    """Nobody is left to work for."""
+
+
 class CoreLoop:
     """The core's side of the conversation with the server."""
 
@@ -353,10 +358,28 @@ class CoreLoop:
         self._profile = StepProfile()
 
     def send(self, message: ipc.FromCore) -> None:
-        self._socket.send(ipc.encode(message))
+        """Waits while the server takes nothing. Raises ServerGone when it never will again."""
+        payload = ipc.encode(message)
+        while True:
+            try:
+                return self._socket.send(payload, zmq.NOBLOCK)
+            except zmq.Again:
+                self._check_server()
+                self._socket.poll(self.STUCK_WAIT_MS, zmq.POLLOUT)
+
+    def _check_server(self) -> None:
+        """Raises ServerGone at the end of the pipe. It takes two microseconds, and is done before every step."""
+        if select.select([self._parent_pipe], [], [], 0)[0] and not os.read(self._parent_pipe, 1024):
+            raise ServerGone
 
     def run(self, core: EngineCore) -> None:
         """Until Stop comes or the server is gone."""
+        try:
+            self._run(core)
+        except ServerGone:
+            logger.warning("The server is gone; the engine ends.")
+
+    def _run(self, core: EngineCore) -> None:
         wait_ms: int | None = None
         self._poller.register(core.wake, zmq.POLLIN)
         while self._receive(core, wait_ms):
@@ -375,10 +398,8 @@ class CoreLoop:
     def _receive(self, core: EngineCore, wait_ms: int | None) -> bool:
         """Act on all messages there are, after waiting for the first. False: leave the loop."""
         if wait_ms != 0:
-            ready = dict(self._poller.poll(wait_ms))
-            if self._parent_pipe in ready and not os.read(self._parent_pipe, 1024):
-                logger.warning("The server is gone; the engine ends.")
-                return False
+            self._poller.poll(wait_ms)
+        self._check_server()
         while True:
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)
@@ -396,7 +417,11 @@ class CoreLoop:
     def _act(self, core: EngineCore, message: ipc.AddRequest | ipc.AbortRequest | ipc.Control) -> None:
         match message:
             case ipc.AddRequest(request_id=request_id):
-                refusal = core.add(message)
+                try:
+                    refusal = core.add(message)
+                except Exception as error:
+                    logger.exception("Request %s cannot be taken in.", request_id)
+                    refusal = Refusal("engine_error", f"The engine failed on this request: {one_line(error)}")
                 if refusal is not None:
                     self._send_refused(request_id, refusal)
             case ipc.AbortRequest(request_id=request_id, index=index):

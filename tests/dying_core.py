@@ -25,7 +25,7 @@ KERNELS = SimpleNamespace(
 
 
 class ScriptedRunner:
-    def __init__(self, files, kernels) -> None:
+    def __init__(self, files, kernels, *_) -> None:
         self.files = files
         self.kernels = kernels
         self._tokens: dict[int, list[int]] = {}

@@ -145,7 +145,9 @@ def not_enabled(message: str) -> ApiError:
 
 
 def refused(code: str, message: str, param: str | None = None) -> ApiError:
-    """What the engine answers to a request that can never run, or that finds the queue full (429)."""
+    """What the engine answers to a request that can never run, finds the queue full (429), or breaks it (500)."""
+    if code == "engine_error":
+        return engine_error(message)
     return queue_full(message) if code == "queue_full" else ApiError(400, message, code=code, param=param)
 
 

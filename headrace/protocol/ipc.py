@@ -250,7 +250,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
     request_id: str
     code: str
-    """context_length_exceeded, kv_cache_too_small, queue_full, invalid_grammar or invalid_request."""
+    """context_length_exceeded, kv_cache_too_small, queue_full, invalid_grammar, invalid_request or engine_error."""
     message: str
     param: str | None = None
     """The field of the request that is at fault, where that is known."""

@@ -1,0 +1,126 @@
+"""The core's loop meets messages it cannot use, requests it cannot take in, and a server that is gone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from headrace import core as core_module
+from headrace.config.settings import EngineSettings
+from headrace.core import CoreLoop, EngineCore
+from headrace.protocol import ipc
+from tests.dying_core import KERNELS, ScriptedRunner
+from tests.tiny_models import tiny_llama
+
+
+class Loop:
+    """A core's loop in a thread, with both ends of its conversation in hand."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.PAIR)
+        self._inner = self._context.socket(zmq.PAIR)
+        for socket in (self.socket, self._inner):
+            socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://core")
+        self._inner.connect("inproc://core")
+        self._read, self.parent = os.pipe()
+        self.thread = threading.Thread(target=CoreLoop(self._inner, self._read).run, args=(core,), daemon=True)
+        self.thread.start()
+
+    def send(self, message: ipc.ToCore) -> None:
+        self.socket.send(ipc.encode(message))
+
+    def add(self, name: str, token_ids: list[int], max_tokens: int = 4) -> None:
+        params = ipc.SamplingParams(max_tokens=max_tokens)
+        self.send(ipc.AddRequest(request_id=name, token_ids=token_ids, params=params, arrival_s=0.0))
+
+    def until_end_of(self, name: str) -> list[ipc.FromCore]:
+        messages = []
+        while self.socket.poll(5000):
+            message = ipc.from_core_decoder.decode(self.socket.recv())
+            messages.append(message)
+            outputs = message.outputs if isinstance(message, ipc.StepOutput) else ()
+            if any(output.request_id == name and output.finish_reason is not None for output in outputs):
+                return messages
+        raise AssertionError(f"{name} did not end; the loop is {'alive' if self.thread.is_alive() else 'dead'}")
+
+    def close(self) -> None:
+        for descriptor in (self.parent, self._read):
+            try:
+                os.close(descriptor)
+            except OSError:
+                continue
+        for socket in (self.socket, self._inner):
+            socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    monkeypatch.setattr(core_module, "Runner", ScriptedRunner)
+    monkeypatch.setattr(core_module, "choose_kernels", lambda *arguments: KERNELS)
+    running = Loop(EngineCore(EngineSettings(model=str(tiny_llama(tmp_path)), kv_cache_memory_bytes=2 << 20)))
+    yield running
+    if running.thread.is_alive():
+        running.send(ipc.Stop())
+        running.thread.join(5)
+    running.close()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"GET / HTTP/1.1\r\n", b"\x81\xa4type\xa7unknown", b"\xff" * 1000])
+def test_a_message_that_is_none_is_left_out_and_the_work_goes_on(loop: Loop, garbage: bytes) -> None:
+    loop.add("before", [1, 2, 3])
+    loop.socket.send(garbage)
+    loop.add("after", [1, 2, 4])
+    loop.until_end_of("after")
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = loop.core.add
+
+    def add(request: ipc.AddRequest):
+        if request.request_id == "bad":
+            raise MemoryError("no room for its tokens")
+        return real(request)
+
+    monkeypatch.setattr(loop.core, "add", add)
+    loop.add("good", [1, 2, 3], max_tokens=30)
+    loop.add("bad", [1, 2, 4])
+    messages = loop.until_end_of("good")
+    (refused,) = [message for message in messages if isinstance(message, ipc.Refused)]
+    assert (refused.request_id, refused.code) == ("bad", "engine_error")
+    assert "no room for its tokens" in refused.message
+
+
+def test_what_is_unknown_or_over_can_be_aborted(loop: Loop) -> None:
+    loop.send(ipc.AbortRequest(request_id="nobody"))
+    loop.add("short", [1, 2, 3], max_tokens=1)
+    loop.until_end_of("short")
+    loop.send(ipc.AbortRequest(request_id="short", index=0))
+    loop.send(ipc.AbortRequest(request_id="short", index=7))
+    loop.add("next", [1, 2, 3])
+    loop.until_end_of("next")
+
+
+def test_a_control_that_fails_is_answered_and_the_work_goes_on(loop: Loop) -> None:
+    loop.send(ipc.Control(number=3, action="stop_profile", path="/nowhere"))
+    loop.send(ipc.Control(number=4, action="release_kv_cache"))  # these kernels have none
+    loop.add("next", [1, 2, 3])
+    answers = [m for m in loop.until_end_of("next") if isinstance(m, ipc.Controlled)]
+    assert [(answer.number, answer.error is not None) for answer in answers] == [(3, True), (4, True)]
+
+
+def test_a_core_whose_server_is_gone_ends_in_the_middle_of_its_work(loop: Loop) -> None:
+    loop.add("endless", [1, 2, 3], max_tokens=400)
+    assert loop.socket.poll(5000)
+    loop.socket.close()
+    os.close(loop.parent)
+    loop.thread.join(10)
+    assert not loop.thread.is_alive()
