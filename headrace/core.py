@@ -421,7 +421,8 @@ class CoreLoop:
                     refusal = core.add(message)
                 except Exception as error:
                     logger.exception("Request %s cannot be taken in.", request_id)
-                    refusal = Refusal("engine_error", f"The engine failed on this request: {one_line(error)}")
+                    text = f"The engine failed on this request: {one_line(error)}"
+                    return self.send(ipc.Refused(request_id=request_id, code="engine_error", message=text))
                 if refusal is not None:
                     self._send_refused(request_id, refusal)
             case ipc.AbortRequest(request_id=request_id, index=index):
