@@ -1,7 +1,9 @@
 """From what a text must match to the grammar that the engine enforces: JSON by a schema, tagged JSON within free text.
 
     json_schema_grammar({"type": "integer"}, "guided_json")
-    tagged_grammar([Tag("<call>", {"type": "object"}, "</call>")], triggers=["<call>"], field="tools")
+    rules = LarkRules("tools", {})
+    start = rules.triggered([("<call>", rules.json({}))], ["<call>"], at_least_one=True, at_most_one=False)
+    lark_grammar(rules.grammar(start), "tools")
 
 Blanks are bounded here, by a pattern that the grammar library applies once where JSON allows any number of them.
 """
@@ -10,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,15 +29,6 @@ _OPTIONS = "x-guidance"
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True)
-class Tag:
-    """`begin`, JSON that `schema` allows, `end`: such as a tool call in a model's own format."""
-
-    begin: str
-    schema: object
-    end: str = ""
-
-
 def json_schema_grammar(schema: object, field: str, *, blanks: str = BLANKS, after: Sequence[int] = ()) -> GrammarSpec:
     """JSON that `schema` (an object, or true for any JSON) allows. `blanks` is a regular expression, "" for none.
 
@@ -45,34 +37,6 @@ def json_schema_grammar(schema: object, field: str, *, blanks: str = BLANKS, aft
     return GrammarSpec(
         kind="json_schema", text=schema_text(schema, field, blanks), field=field, after_token_ids=tuple(after)
     )
-
-
-def tagged_grammar(
-    tags: Sequence[Tag],
-    *,
-    triggers: Sequence[str],
-    field: str,
-    at_least_one: bool = False,
-    at_most_one: bool = False,
-    free_text: bool = True,
-    separator: str = "",
-    special_tokens: Mapping[str, int] | None = None,
-    blanks: str = BLANKS,
-    after: Sequence[int] = (),
-) -> GrammarSpec:
-    """Free text in which whatever begins like a trigger must go on as one of the tags.
-
-    Every tag begins with one of `triggers`. After a tag comes text again, and perhaps another tag; with `at_most_one`
-    the text ends with it. Without `free_text` there is nothing but tags, `separator` between them. `special_tokens`
-    (text to id) are found in what is literal and demanded as the tokens that they are. Raises ApiError (400).
-    """
-    rules = LarkRules(field, special_tokens or {}, blanks)
-    bodies = [(tag.begin, rules.join(rules.json(tag.schema), rules.literal(tag.end))) for tag in tags]
-    if free_text:
-        start = rules.triggered(bodies, triggers, at_least_one=at_least_one, at_most_one=at_most_one)
-    else:
-        start = rules.separated(bodies, separator, at_least_one=at_least_one, at_most_one=at_most_one)
-    return lark_grammar(rules.grammar(start), field, after=after)
 
 
 class LarkRules:

@@ -46,10 +46,9 @@ class DeadEnd(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
-    """Of the model's tokens: their bytes, which ones end an answer, which begin with a digit."""
+    """Of the model's tokens: their bytes, and which of them begin with a digit."""
 
     token_bytes: Sequence[bytes]
-    stops: Mask
     digits: Mask
 
 
@@ -86,12 +85,12 @@ class GrammarState:
         self._take_in(generated)
         if not self._begun:
             return None
-        mask = np.zeros_like(self._tokens.stops)
+        mask = np.zeros_like(self._tokens.digits)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._spent_s += time.thread_time() - started_s
         if self._spent_s > MASKS_AHEAD_S + MASK_S * len(generated):
             raise DeadEnd("it is too costly to follow")
-        if self.matcher.is_error() or not ((mask & ~self._tokens.stops).any() or self.matcher.is_accepting()):
+        if self.matcher.is_stopped() and not self.matcher.is_accepting():
             raise DeadEnd(_REASONS.get(self.matcher.stop_reason(), "no text that follows would fit it"))
         if self._holds_json and self._number_is_long():
             shorter = mask & ~self._tokens.digits

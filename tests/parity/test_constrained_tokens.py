@@ -10,7 +10,7 @@ import pytest
 from headrace.config.settings import EngineSettings
 from headrace.core import EngineCore
 from headrace.protocol import ipc
-from headrace.protocol.grammar_text import Tag, json_schema_grammar, tagged_grammar
+from headrace.protocol.grammar_text import LarkRules, json_schema_grammar, lark_grammar
 from tests.engine_runs import Sequence, request, run, tokens
 from tests.small_models import END_TOKEN_ID
 from tests.tiny_models import tiny_llama
@@ -180,7 +180,10 @@ def test_an_answer_ends_with_its_grammar_also_before_min_tokens_and_past_ignore_
 
 
 def test_text_before_a_tag_and_after_it_is_free(model: Path) -> None:
-    spec = tagged_grammar([Tag("ab", SCHEMA, "!")], triggers=["ab"], field="tools", at_least_one=True, at_most_one=True)
+    rules = LarkRules("tools", {})
+    tag = ("ab", rules.join(rules.json(SCHEMA), rules.literal("!")))
+    start = rules.triggered([tag], ["ab"], at_least_one=True, at_most_one=True)
+    spec = lark_grammar(rules.grammar(start), "tools")
     letters = {token: 12.0 for token in range(256) if chr(_BYTES[token]) in 'ab{}"'}
     [done] = run(
         engine(model),

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from headrace.config.model_files import open_model
-from headrace.protocol.grammar_text import Tag, json_schema_grammar, lark_grammar, tagged_grammar
+from headrace.protocol.errors import ApiError
+from headrace.protocol.grammar_text import LarkRules, json_schema_grammar, lark_grammar
 from headrace.protocol.ipc import GrammarSpec, SamplingParams
+from headrace.protocol.structural_tag import structural_tag_grammar
 from headrace.runtime.grammar import MASK_S, MASKS_AHEAD_S, DeadEnd, Grammar, GrammarError, GrammarState
 from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.grammar_source import GrammarCompiler
@@ -407,10 +409,18 @@ def test_a_compiler_that_breaks_is_the_requests_error(tmp_path: Path) -> None:
     store.close()
 
 
+CALLS = [("<call>", {"const": 1}), ("<call2>", {"const": 2})]
+
+
 def test_tagged_text_keeps_its_promises(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    def texts(**options: Any) -> list[bool]:
-        tags = [Tag("<call>", {"const": 1}, "</call>"), Tag("<call2>", {"const": 2}, "</call>")]
-        grammar = compiler.compile(tagged_grammar(tags, triggers=["<call"], field="f", **options))
+    def texts(separator: str | None = None, *, at_least_one: bool = False, at_most_one: bool = False) -> list[bool]:
+        rules = LarkRules("f", {})
+        tags = [(begin, rules.join(rules.json(schema), rules.literal("</call>"))) for begin, schema in CALLS]
+        if separator is None:
+            start = rules.triggered(tags, ["<call"], at_least_one=at_least_one, at_most_one=at_most_one)
+        else:
+            start = rules.separated(tags, separator, at_least_one=at_least_one, at_most_one=at_most_one)
+        grammar = compiler.compile(lark_grammar(rules.grammar(start), "f"))
         call = "<call>1</call>"
         tried = ["", "hi", call, f"hi {call}", f"hi {call} and <call2>2</call> ok", "hi <call>2", call + call]
         return [accepts(grammar, tokenizer, text) for text in tried]
@@ -419,21 +429,44 @@ def test_tagged_text_keeps_its_promises(compiler: GrammarCompiler, tokenizer: To
     assert texts(at_least_one=True) == [False, False, True, True, True, False, True]
     assert texts(at_most_one=True) == [True, True, True, True, False, False, False]
     assert texts(at_least_one=True, at_most_one=True) == [False, False, True, True, False, False, False]
-    assert texts(free_text=False) == [True, False, True, False, False, False, True]
-    assert texts(free_text=False, at_least_one=True, separator=";") == [False, False, True, False, False, False, False]
+    assert texts("") == [True, False, True, False, False, False, True]
+    assert texts(";", at_least_one=True) == [False, False, True, False, False, False, False]
 
 
 def test_special_tokens_are_demanded_as_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     special = tokenizer.special_token_ids
     start = special["<|im_start|>"]
-    spec = tagged_grammar(
-        [Tag("<|im_start|>call ", {"const": 1}, "")], triggers=["<|im_start|>"], field="f", special_tokens=special
-    )
-    state = compiler.compile(spec).start()
+    tag = {"structures": [{"begin": "<|im_start|>call ", "schema": {"const": 1}}], "triggers": ["<|im_start|>"]}
+    state = compiler.compile(structural_tag_grammar(tag, "f", special)).start()
     word = tokenizer.encode("word", add_special_tokens=False)
     assert start in allowed(state, word)
     after = allowed(state, [*word, start])
     assert all("call ".startswith(tokenizer.token_text(t)) or tokenizer.token_text(t).startswith("call") for t in after)
+
+
+def test_structural_formats_combine(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    def texts(format: dict[str, Any], *tried: str) -> list[bool]:
+        grammar = compiler.compile(structural_tag_grammar({"type": "structural_tag", "format": format}, "f"))
+        return [accepts(grammar, tokenizer, text) for text in tried]
+
+    one = {"type": "json_schema", "json_schema": {"const": 1}}
+    thought = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+    both = {"type": "sequence", "elements": [thought, one]}
+    assert texts(both, "<t>so / so</t>1", "<t></t>1", "<t>1", "1") == [True, True, False, False]
+    either = {
+        "type": "or",
+        "elements": [{"type": "regex", "pattern": "a/[bc]"}, {"type": "const_string", "value": "x"}],
+    }
+    assert texts(either, "a/b", "x", "a/d", "") == [True, True, False, False]
+    tags = [{"type": "tag", "begin": f"<{name}>", "content": one, "end": [f"</{name}>", "."]} for name in "fg"]
+    listed = {"type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True}
+    assert texts(listed, "<f>1</f>", "<f>1., <g>1</g>", "", "<f>1</f><g>1.") == [True, True, False, False]
+    once = {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "stop_after_first": True}
+    assert texts(once, "so <f>1.", "so", "so <f>1. and", "a < b") == [True, True, False, False]
+    with pytest.raises(ApiError, match="only at the end"):
+        texts({"type": "sequence", "elements": [{"type": "any_text"}, one]})
+    with pytest.raises(ApiError, match="begins none of the tags"):
+        texts({"type": "triggered_tags", "triggers": ["<f", "!"], "tags": tags[:1]})
 
 
 def test_a_grammar_of_our_own_lark(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
