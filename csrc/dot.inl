@@ -2,7 +2,7 @@
 //
 // 8 bits: `Weights8` are kStep8 inputs of 16 outputs, multiplied with as many of a row, held as `Input8` and handed over
 // as the 32 bits they fill. 4 bits: `Nibbles` are 8 inputs; a low or high half of them is multiplied with 4 int8 into
-// `Narrow`, which holds the sums of kNarrow inputs before it must be widened. Weights have no sign, a row's inputs do.
+// `Narrow`, which holds the sums of 32 inputs before it must be widened. Weights have no sign, a row's inputs do.
 // Sums are exact. `to_int` rounds to the nearest, to even; `store_inputs` takes numbers that fit.
 #pragma once
 
@@ -52,7 +52,6 @@ static inline Vec load_bits(const uint8_t* p, int shift, int bits) {
 
 using Input8 = int8_t;
 constexpr int kStep8 = 4;
-constexpr int64_t kNarrow = 1 << 16;
 
 static inline Weights8 load_weights8(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // Of kStep8 inputs at p the j-th, as floats.
@@ -61,14 +60,13 @@ static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
   return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(inputs));
 }
 static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
-static inline Narrow no_narrow() { return _mm512_setzero_si512(); }
+static inline Narrow product4(Weights8 w, int32_t inputs) { return dot8(_mm512_setzero_si512(), w, inputs); }
 static inline Int widen(Narrow sum) { return sum; }
 
 #else
 
 using Input8 = int16_t;
 constexpr int kStep8 = 2;
-constexpr int64_t kNarrow = 32;
 
 static inline Weights8 load_weights8(const uint8_t* p) {
   return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -89,7 +87,9 @@ static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
 static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
   return in_registers(_mm512_add_epi16(sum, _mm512_maddubs_epi16(w, _mm512_set1_epi32(inputs))));
 }
-static inline Narrow no_narrow() { return _mm512_setzero_si512(); }
+static inline Narrow product4(Weights8 w, int32_t inputs) {
+  return _mm512_maddubs_epi16(w, _mm512_set1_epi32(inputs));
+}
 static inline Int widen(Narrow sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 
 #endif
@@ -104,7 +104,6 @@ using Weights8 = Int;
 using Narrow = Int;
 using Input8 = int16_t;
 constexpr int kStep8 = 2;
-constexpr int64_t kNarrow = 32;  // 8 sums of two products of at most 15 * 127 fit 16 bits
 
 static inline __m256i load_half(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
@@ -187,7 +186,10 @@ static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
   add_words(sum.hi, _mm256_maddubs_epi16(w.hi, x));
   return sum;
 }
-static inline Narrow no_narrow() { return broadcast_int(0); }
+static inline Narrow product4(Weights8 w, int32_t inputs) {
+  __m256i x = _mm256_set1_epi32(inputs);
+  return {_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)};
+}
 static inline Int widen(Narrow sum) {
   __m256i ones = _mm256_set1_epi16(1);
   return {_mm256_madd_epi16(sum.lo, ones), _mm256_madd_epi16(sum.hi, ones)};
@@ -206,7 +208,6 @@ using Weights8 = Bytes;
 using Narrow = Int;
 using Input8 = int8_t;
 constexpr int kStep8 = 4;
-constexpr int64_t kNarrow = 1 << 16;
 
 // sum + x * w
 static inline Vec mac(Vec sum, Vec x, Vec w) { return fma(x, w, sum); }
@@ -287,7 +288,7 @@ static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
   return sum;
 }
 static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
-static inline Narrow no_narrow() { return broadcast_int(0); }
+static inline Narrow product4(Weights8 w, int32_t inputs) { return dot8(broadcast_int(0), w, inputs); }
 static inline Int widen(Narrow sum) { return sum; }
 
 #endif

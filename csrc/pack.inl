@@ -16,12 +16,16 @@ static void read_source(const SourceWeight& source, int64_t row, int64_t first, 
       return;
     case Storage::kBF16: {
       const uint16_t* bits = static_cast<const uint16_t*>(source.values) + at;
-      for (int64_t k = 0; k < count; k++) values[k] = bf16_to_float(bits[k]);
+      int64_t k = 0;
+      for (; k + kLanes <= count; k += kLanes) store(values + k, load_bf16(bits + k));
+      for (; k < count; k++) values[k] = bf16_to_float(bits[k]);
       return;
     }
     case Storage::kF16: {
       const uint16_t* bits = static_cast<const uint16_t*>(source.values) + at;
-      for (int64_t k = 0; k < count; k++) values[k] = half_to_float(bits[k]);
+      int64_t k = 0;
+      for (; k + kLanes <= count; k += kLanes) store(values + k, load_f16(bits + k));
+      for (; k < count; k++) values[k] = half_to_float(bits[k]);
       return;
     }
     default:
@@ -80,6 +84,11 @@ static void inspect_scales(void* context, int64_t item, int) {
 // [lanes rows of `words` Words] -> [words][16].
 template <class Word>
 static void interleave(const Word* source, int64_t stride, int64_t words, int64_t lanes, Word* packed) {
+  if (lanes == kPanel) {
+    for (int64_t k = 0; k < words; k++)
+      for (int64_t lane = 0; lane < kPanel; lane++) packed[k * kPanel + lane] = source[lane * stride + k];
+    return;
+  }
   for (int64_t k = 0; k < words; k++)
     for (int64_t lane = 0; lane < lanes; lane++) packed[k * kPanel + lane] = source[lane * stride + k];
 }
@@ -95,8 +104,11 @@ static void pack_bf16(const SourceWeight& source, int64_t first, int64_t lanes, 
     }
 }
 
-static inline void put_int8(uint8_t* packed, int64_t lane, int64_t k, int8_t q) {
-  packed[k / kStep8 * kStep8 * kPanel + lane * kStep8 + k % kStep8] = static_cast<uint8_t>(q + 128);
+// As many int8 as a step takes, from q on: one word of a panel.
+static inline void put_step(uint8_t* packed, int64_t lane, int64_t k, const int8_t* q) {
+  uint8_t held[kStep8];
+  for (int i = 0; i < kStep8; i++) held[i] = static_cast<uint8_t>(q[i] + 128);
+  std::memcpy(packed + k * kPanel + lane * kStep8, held, kStep8);
 }
 
 // Symmetric int8 of every row: q = round(w * 127 / largest |w|).
@@ -120,7 +132,7 @@ static void pack_rows(const SourceWeight& source, int64_t first, int64_t lanes, 
       for (int64_t i = count; i < kReadAhead; i++) values[i] = 0.0f;
       for (int64_t i = 0; i < kReadAhead; i += kLanes)
         store_i8(quantised + i, mul(load(values + i), broadcast(inverse)));
-      for (int64_t i = 0; i < count; i++) put_int8(packed, lane, k + i, quantised[i]);
+      for (int64_t i = 0; i < count; i += kStep8) put_step(packed, lane, k + i, quantised + i);
     }
   }
 }
@@ -174,9 +186,9 @@ static void pack_panel(const SourceWeight& source, PackedMatrix& matrix, int64_t
         pack_rows(source, first, lanes, packed, static_cast<float*>(matrix.scales) + first);
         return;
       }
-      for (int64_t k = 0; k < in; k++)
+      for (int64_t k = 0; k < in; k += kStep8)
         for (int64_t lane = 0; lane < lanes; lane++)
-          put_int8(packed, lane, k, static_cast<const int8_t*>(source.values)[(first + lane) * in + k]);
+          put_step(packed, lane, k, static_cast<const int8_t*>(source.values) + (first + lane) * in + k);
       break;
   }
   const int64_t groups = matrix.groups;
@@ -225,7 +237,7 @@ static PackedMatrix* pack(Pool* pool, const SourceWeight& source, Scheme scheme)
     case Form::kInt4: bits = 4; break;
     case Form::kInt8:
       bits = 8;
-      matrix->depth = (source.in + 3) / 4 * 4;
+      matrix->depth = (source.in + 15) / 16 * 16;
       matrix->zero = 128;
       break;
   }

@@ -90,6 +90,15 @@ static inline int32_t four_bytes(const uint8_t* p) {
   return bytes;
 }
 
+constexpr int64_t kAhead = 2048;  // bytes
+
+// Asks for the weights after the next ones: the CPU itself looks ahead too little to keep the memory busy.
+template <int kPanels>
+static inline void fetch(const uint8_t* w, int64_t panel_bytes) {
+#pragma GCC unroll 2
+  for (int p = 0; p < kPanels; p++) __builtin_prefetch(w + p * panel_bytes + kAhead);
+}
+
 template <int kRows>
 static inline const GroupInputs& group_of(const RowPointers<kRows>& groups, int row) {
   return *reinterpret_cast<const GroupInputs*>(groups.row(row));
@@ -105,13 +114,10 @@ struct Dot4 {
   template <int kRows, int kPanels>
   static inline void part(Narrow (&narrow)[kRows][kPanels], RowPointers<kRows>& x, const uint8_t* w,
                           int64_t panel_bytes) {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
-      for (int p = 0; p < kPanels; p++) narrow[r][p] = no_narrow();
 #pragma GCC unroll 4
     for (int k = 0; k < kPart; k += 8) {
       Nibbles nibbles[kPanels];
+      fetch<kPanels>(w + k * kPanel / 2, panel_bytes);
 #pragma GCC unroll 2
       for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + k * kPanel / 2);
 #pragma GCC unroll 2
@@ -123,7 +129,8 @@ struct Dot4 {
         for (int r = 0; r < kRows; r++) {
           const int32_t inputs = four_bytes(x.row(r) + k + 4 * half);
 #pragma GCC unroll 2
-          for (int p = 0; p < kPanels; p++) narrow[r][p] = dot4(narrow[r][p], weights[p], inputs);
+          for (int p = 0; p < kPanels; p++)
+            narrow[r][p] = k + half == 0 ? product4(weights[p], inputs) : dot4(narrow[r][p], weights[p], inputs);
         }
       }
     }
@@ -153,6 +160,7 @@ struct Dot4 {
 };
 
 struct Dot8 {
+  static constexpr int kInputs = 16;  // what groups are made of
   static constexpr int kMaxRows = kRows8;
   static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel; }
 
@@ -163,18 +171,23 @@ struct Dot8 {
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < kPanels; p++) sums[r][p] = broadcast_int(group_of(groups, r).start);
-    for (int64_t k = 0; k < inputs; k += kStep8) {
-      Weights8 weights[kPanels];
-#pragma GCC unroll 2
-      for (int p = 0; p < kPanels; p++) weights[p] = load_weights8(w + p * panel_bytes);
+    for (int64_t first = 0; first < inputs; first += kInputs) {
+#pragma GCC unroll 4
+      for (int line = 0; line < kInputs * kPanel; line += 64) fetch<kPanels>(w + line, panel_bytes);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        const int32_t step = four_bytes(x.row(r));
+      for (int k = 0; k < kInputs; k += kStep8) {
+        Weights8 weights[kPanels];
 #pragma GCC unroll 2
-        for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], step);
+        for (int p = 0; p < kPanels; p++) weights[p] = load_weights8(w + p * panel_bytes + k * kPanel);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+          const int32_t step = four_bytes(x.row(r) + k * sizeof(Input8));
+#pragma GCC unroll 2
+          for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], step);
+        }
       }
-      x.advance(4);
-      w += kStep8 * kPanel;
+      x.advance(kInputs * sizeof(Input8));
+      w += kInputs * kPanel;
     }
   }
 };
@@ -196,23 +209,23 @@ __attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row,
     for (int p = 0; p < kPanels; p++) totals[r][p] = broadcast(0.0f);
   const int64_t panel_bytes = static_cast<int64_t>(m.panel_bytes);
   const uint8_t* w = m.values + panel * panel_bytes;
+  const int64_t count = m.groups, group_size = m.group_size, first_number = panel * count;
+  const bool half_scales = m.half_scales, half_offsets = m.half_offsets, offsets = m.offset_kind == Offsets::kHeld;
   RowPointers<kRows> x(t.x.inputs + row * t.x.row_bytes, t.x.row_bytes);
-  RowPointers<kRows> groups(t.x.groups + row * m.groups, m.groups * sizeof(GroupInputs));
-  for (int64_t g = 0; g < m.groups; g++) {
+  RowPointers<kRows> groups(t.x.groups + row * count, count * sizeof(GroupInputs));
+  for (int64_t g = 0; g < count; g++) {
     Int sums[kRows][kPanels];
-    Dot::add(sums, x, groups, w, panel_bytes, m.group_size);
-    w += Dot::packed_bytes(m.group_size);
+    Dot::add(sums, x, groups, w, panel_bytes, group_size);
+    w += Dot::packed_bytes(group_size);
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; p++) {
-      const int64_t numbers = (panel + p) * m.groups + g;
-      const Vec scale = load_numbers(m.scales, m.half_scales, numbers);
+      const int64_t number = first_number + p * count + g;
+      const Vec scale = load_numbers(m.scales, half_scales, number);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        Vec both = mul(scale, broadcast(group_of(groups, r).scale));
-        totals[r][p] = fma(to_float(sums[r][p]), both, totals[r][p]);
-      }
-      if (m.offset_kind == Offsets::kHeld) {
-        const Vec offset = load_numbers(m.offsets, m.half_offsets, numbers);
+      for (int r = 0; r < kRows; r++)
+        totals[r][p] = fma(to_float(sums[r][p]), mul(scale, broadcast(group_of(groups, r).scale)), totals[r][p]);
+      if (offsets) {
+        const Vec offset = load_numbers(m.offsets, half_offsets, number);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
           totals[r][p] = fma(offset, broadcast(group_of(groups, r).scaled_sum), totals[r][p]);
