@@ -90,10 +90,12 @@ class EngineCore:
                 num_blocks=plan.num_blocks,
                 block_size=plan.block_size,
                 windows=tuple(group.window for group in files.config.layer_groups),
+                num_host_blocks=plan.num_host_blocks,
                 enable_prefix_caching=settings.enable_prefix_caching,
                 enable_chunked_prefill=settings.enable_chunked_prefill,
                 policy=settings.scheduling_policy,
                 max_num_queued_reqs=settings.max_num_queued_reqs,
+                max_num_queued_tokens=settings.max_num_queued_tokens,
                 step_time_target_s=step_time_target_s,
             )
         )
@@ -111,6 +113,7 @@ class EngineCore:
             block_size=plan.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_tokens=plan.kv_cache_tokens,
+            num_host_blocks=plan.num_host_blocks,
             max_model_len=plan.max_model_len,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -259,6 +262,7 @@ class EngineCore:
                 kv_cache_dtype=kernels.kv_cache_dtype,
                 overhead_bytes=taken_bytes,
                 device="cuda" if kernels.device == "cuda" else "cpu",
+                host_bytes=device_memory_bytes("cpu")[0],
             )
             try:
                 self._runner.allocate_kv_cache(plan.num_blocks, plan.block_size)
@@ -421,7 +425,8 @@ class CoreLoop:
                     refusal = core.add(message)
                 except Exception as error:
                     logger.exception("Request %s cannot be taken in.", request_id)
-                    refusal = Refusal("engine_error", f"The engine failed on this request: {one_line(error)}")
+                    text = f"The engine failed on this request: {one_line(error)}"
+                    return self.send(ipc.Refused(request_id=request_id, code="engine_error", message=text))
                 if refusal is not None:
                     self._send_refused(request_id, refusal)
             case ipc.AbortRequest(request_id=request_id, index=index):

@@ -37,6 +37,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         kv_cache_dtype=kernels.kv_cache_dtype,
         overhead_bytes=taken_bytes,
         device="cuda" if kernels.device == "cuda" else "cpu",
+        host_bytes=device_memory_bytes("cpu")[0],
     )
     target_s = STEP_TIME_TARGET_S.get(kernels.name, DEFAULT_STEP_TIME_TARGET_S)
     return EngineInfo(
@@ -53,6 +54,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         kv_cache_tokens=plan.kv_cache_tokens,
+        num_host_blocks=plan.num_host_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

@@ -40,6 +40,7 @@ def table_rows(info: EngineInfo) -> list[tuple[str, str]]:
             f"{info.kv_cache_bytes / GIB:.2f} GiB in {info.kv_cache_dtype}: {info.num_blocks:,} blocks of "
             f"{info.block_size} tokens",
         ),
+        *(swap_rows(info)),
         (
             "A step",
             f"at most {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens; "
@@ -50,6 +51,15 @@ def table_rows(info: EngineInfo) -> list[tuple[str, str]]:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.phase_seconds.items())
         rows.append(("Started in", f"{sum(info.phase_seconds.values()):.1f} s: {phases}"))
     return rows
+
+
+def swap_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    """What the tier in host memory holds, if there is one."""
+    if not info.num_host_blocks:
+        return []
+    size = info.num_host_blocks * info.kv_cache_bytes / info.num_blocks / GIB
+    tokens = info.kv_cache_tokens * info.num_host_blocks // info.num_blocks
+    return [("Swap space", f"{size:.2f} GiB of host memory: {info.num_host_blocks:,} blocks, {tokens:,} tokens more")]
 
 
 def log_lines(info: EngineInfo, engine: EngineSettings) -> list[str]:

@@ -158,6 +158,16 @@ REAL_FLAGS: tuple[Flag, ...] = (
     ),
     Flag("block-size", "int", "Tokens in one block of the KV cache; seldom worth changing.", MEMORY, minimum=1),
     Flag(
+        "swap-space",
+        "float",
+        "GiB of host memory for what the KV cache gives up: evicted prefixes and preempted requests come back from it. "
+        "Left out, 4 beside a GPU and 0 on a CPU.",
+        MEMORY,
+        aliases=("kv-offloading-size",),
+        minimum=0,
+        example="8",
+    ),
+    Flag(
         "kv-cache-dtype",
         "text",
         "How keys and values are stored; auto is the compute dtype.",
@@ -217,6 +227,14 @@ REAL_FLAGS: tuple[Flag, ...] = (
         BATCHING,
         default=1024,
         minimum=1,
+    ),
+    Flag(
+        "max-num-queued-tokens",
+        "tokens",
+        "Prompt tokens of the requests that may wait; one more request than that gets 429 with Retry-After.",
+        BATCHING,
+        minimum=1,
+        example="200000",
     ),
     Flag(
         "scheduling-policy",

@@ -83,7 +83,6 @@ _DP = "Data-parallel replicas"
 _LORA = "LoRA adapters"
 _SPEC = "Speculative decoding"
 _POOL = "Embeddings, pooling and scoring"
-_KV_HOST = "KV cache offloading to host memory"
 
 COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     # Parallel devices
@@ -134,16 +133,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _refused("kv-events-config", "json", PARALLEL, "Publishing KV cache events"),
     _refused("headless", "switch", PARALLEL, "Running an engine without its HTTP server"),
     # Memory tiers
-    _mapped(
-        "swap-space",
-        "float",
-        TIERS,
-        "the host-memory tier of the KV cache is not built yet, no host memory is taken; "
-        "a preempted request is recomputed and gives the same tokens",
-        harmless=(0.0,),
-    ),
-    _refused("kv-offloading-size", "float", TIERS, _KV_HOST, harmless=(0.0,)),
-    _mapped("kv-offloading-backend", "text", TIERS, "only matters with --kv-offloading-size"),
+    _mapped("kv-offloading-backend", "text", TIERS, "there is one place, the host's memory (--swap-space)"),
     _refused(
         "cpu-offload-gb",
         "float",
@@ -185,9 +175,8 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
         "preemption-mode",
         "text",
         OLD_SCHEDULER,
-        "preempted requests are always recomputed",
+        "a preempted request is fetched from --swap-space or recomputed, whichever was measured to be faster",
         choices=("recompute", "swap"),
-        harmless=("recompute",),
     ),
     _mapped("scheduler-delay-factor", "float", OLD_SCHEDULER, "prompts are never held back", harmless=(0.0,)),
     _mapped("num-lookahead-slots", "int", OLD_SCHEDULER, "blocks are taken as tokens come", harmless=(0,)),
@@ -200,7 +189,6 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
         OLD_SCHEDULER,
         "a request that can never fit is refused on arrival; blocks are taken as the prompt is computed",
     ),
-    _refused("max-num-queued-tokens", "tokens", OLD_SCHEDULER, "A bound on queued tokens", "use --max-num-queued-reqs"),
     _refused("stream-interval", "int", OLD_SCHEDULER, "Joining several tokens in one chunk", "use 1", harmless=(1,)),
     _refused("scheduler-cls", "text", OLD_SCHEDULER, "Replacing parts of the engine by one's own classes"),
     _mapped("disable-frontend-multiprocessing", "switch", OLD_SCHEDULER, "server and engine are always two processes"),

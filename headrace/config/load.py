@@ -92,6 +92,7 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
     value = given.value
     length = value("max-model-len")
     target_ms = cast("float | None", value("step-time-target-ms"))
+    swap_gib = cast("float | None", value("swap-space"))
     overrides = dict(cast("dict[str, object] | None", value("hf-overrides")) or {})
     for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
         if flag in given.values:
@@ -121,10 +122,12 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         gpu_memory_utilization=cast(float, value("gpu-memory-utilization")),
         kv_cache_memory_bytes=cast("int | None", value("kv-cache-memory-bytes")),
         block_size=cast("int | None", value("block-size")),
+        swap_space_bytes=None if swap_gib is None else int(swap_gib * (1 << 30)),
         enable_prefix_caching=bool(value("enable-prefix-caching")),
         enable_chunked_prefill=bool(value("enable-chunked-prefill")),
         scheduling_policy=cast('Literal["fcfs", "priority"]', value("scheduling-policy")),
         max_num_queued_reqs=cast(int, value("max-num-queued-reqs")),
+        max_num_queued_tokens=cast("int | None", value("max-num-queued-tokens")),
         step_time_target_s=None if target_ms is None else target_ms / 1000,
         step_timeout_s=cast("float | None", value("step-timeout")),
         seed=cast("int | None", value("seed")),

@@ -32,10 +32,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     block_size: int | None = None
+    swap_space_bytes: int | None = None
+    """Host memory for what the KV cache gives up; None = none on a CPU, some beside a GPU."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int | None = None
+    """Prompt tokens of those that wait; None = any number."""
     step_time_target_s: float | None = None
     step_timeout_s: float | None = None
     seed: int | None = None

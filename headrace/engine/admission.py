@@ -39,6 +39,7 @@ class SchedulerSettings:
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int | None = None
     step_time_target_s: float = 0.1
     max_scored_rows: int = SCORED_ROWS_PER_STEP
 

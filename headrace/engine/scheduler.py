@@ -88,6 +88,8 @@ class Scheduler:
         """Under "priority", of those that wait the one that came first; found anew for every step."""
         self._num_queued = 0
         """Requests of which no sequence has been started."""
+        self._num_queued_tokens = 0
+        """Of their prompts."""
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
         self._last_step = (0, 0, 0)
         self._prefix_queries_total = 0
@@ -127,6 +129,13 @@ class Scheduler:
                 f"{self._num_queued} requests are waiting and the queue holds {settings.max_num_queued_reqs} "
                 "(--max-num-queued-reqs). Try again later.",
             )
+        limit, queued = settings.max_num_queued_tokens, self._num_queued_tokens
+        if limit is not None and self._num_queued >= could_start and queued + len(message.token_ids) > limit:
+            return Refusal(
+                "queue_full",
+                f"The prompts that wait have {queued} tokens, this one has {len(message.token_ids)}, and the queue "
+                f"holds {limit} (--max-num-queued-tokens). Try again later.",
+            )
         order = next(self._arrivals)
         by_priority = settings.policy == "priority"
         request = Request(
@@ -138,6 +147,7 @@ class Scheduler:
         )
         self._requests[message.request_id] = request
         self._num_queued += 1
+        self._num_queued_tokens += request.num_prompt_tokens
         self._enqueue(request, index=0)
         return None
 
@@ -185,7 +195,12 @@ class Scheduler:
         self._release_forks(request)
         if not request.sequences:
             del self._requests[request.message.request_id]
-            self._num_queued -= not request.started
+            if not request.started:
+                self._left_queue(request)
+
+    def _left_queue(self, request: Request) -> None:
+        self._num_queued -= 1
+        self._num_queued_tokens -= request.num_prompt_tokens
 
     def _stop_running(self, seq: Sequence, keep: bool) -> None:
         """With `keep` somebody may ask for what it has computed."""
@@ -336,7 +351,7 @@ class Scheduler:
         if not request.started:
             request.started = True
             request.num_cached_tokens = prefix.num_tokens
-            self._num_queued -= 1
+            self._left_queue(request)
             if self.kv_cache.enable_prefix_caching:
                 num_loaded = len({place for _, place, _ in prefix.loads}) * self.settings.block_size
                 self._prefix_queries_total += request.num_prompt_tokens
@@ -518,7 +533,8 @@ class Scheduler:
         assert len(alive) == len(self._running) + len(self._waiting), "a sequence is in no list, or in two"
         assert len(self._by_id) == len(self._running) <= self.settings.max_running
         assert all(request.sequences for request in self._requests.values()), "a request has no sequence left"
-        assert self._num_queued == sum(not request.started for request in self._requests.values())
+        queued = [request.num_prompt_tokens for request in self._requests.values() if not request.started]
+        assert (self._num_queued, self._num_queued_tokens) == (len(queued), sum(queued))
         assert not self._dropped.keys() & self._by_id.keys()
 
 

@@ -32,6 +32,11 @@ BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens a step may compute. On a CPU 128 already reach full speed, and more only make others wait longer."""
 
+SWAP_SPACE_BYTES = {"cpu": 0, "cuda": 4 * GIB}
+"""Host memory behind the KV cache unless asked otherwise. On a CPU the cache is in that memory itself."""
+MOST_OF_THE_HOST = 0.7
+"""Of the memory at hand, what a GPU's swap space may take: the server and other programs need some too."""
+
 HIGHEST_UTILIZATION = 0.98
 """Never advise more: the driver and short-lived buffers need the rest."""
 
@@ -46,6 +51,8 @@ class MemoryPlan:
     max_num_batched_tokens: int
     kv_cache_tokens: int
     """Tokens of requests of `max_model_len` that fit together."""
+    num_host_blocks: int
+    """Of the tier in host memory."""
     notes: tuple[str, ...]
     """What was chosen in place of what one might expect, one sentence each."""
 
@@ -63,8 +70,11 @@ def plan_memory(
     kv_cache_dtype: str,
     overhead_bytes: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
+    host_bytes: int = 0,
 ) -> MemoryPlan:
     """Sizes of the KV cache and of a step.
+
+    With a GPU, `host_bytes` are available besides in the host's memory.
 
     `available_bytes` is what the device offered before anything was loaded; `gpu_memory_utilization` of it is
     the ceiling. `overhead_bytes` is what the process takes besides weights, KV cache and the buffers of a step.
@@ -78,6 +88,21 @@ def plan_memory(
     blocks = KVBlocks(windows, block_size, batched_tokens)
     step_bytes = step_buffer_bytes(config, batched_tokens, min(settings.max_num_seqs, batched_tokens))
     fixed_bytes = weight_bytes + overhead_bytes + step_bytes
+    swap_bytes = settings.swap_space_bytes if settings.swap_space_bytes is not None else SWAP_SPACE_BYTES[device]
+    if device == "cuda":
+        swap_bytes = _swap_beside_a_gpu(settings, swap_bytes, host_bytes, notes)
+    elif swap_bytes:
+        least_bytes = settings.kv_cache_memory_bytes or block_bytes * blocks.most_held(settings.max_model_len or 1)
+        share = 1.0 if settings.kv_cache_memory_bytes else settings.gpu_memory_utilization
+        _check_swap(swap_bytes, int(share * available_bytes) - fixed_bytes - least_bytes)
+        fixed_bytes += swap_bytes
+        notes.append(
+            "on a CPU the KV cache is in the same memory as the swap space, and moving blocks takes time: "
+            "--kv-cache-memory-bytes is the better place for it."
+        )
+    num_host_blocks = swap_bytes // block_bytes
+    if swap_bytes and not num_host_blocks:
+        notes.append(f"--swap-space holds no block of the KV cache, each of which takes {block_bytes:,} bytes.")
     room = _Room(settings.gpu_memory_utilization, available_bytes, fixed_bytes, block_bytes)
 
     wanted_len = settings.max_model_len
@@ -134,6 +159,7 @@ def plan_memory(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched_tokens,
         kv_cache_tokens=num_blocks * blocks.count(max_model_len) * block_size // blocks.most_held(max_model_len),
+        num_host_blocks=num_host_blocks,
         notes=tuple(notes),
     )
 
@@ -177,6 +203,28 @@ def _batched_tokens(config: ModelConfig, settings: EngineSettings, device: str) 
     if settings.enable_chunked_prefill:
         return MAX_NUM_BATCHED_TOKENS[device]
     return max(MAX_NUM_BATCHED_TOKENS[device], settings.max_model_len or config.max_position_embeddings)
+
+
+def _swap_beside_a_gpu(settings: EngineSettings, swap_bytes: int, host_bytes: int, notes: list[str]) -> int:
+    """The swap space, or less where none was asked for and the host is small."""
+    most_bytes = int(MOST_OF_THE_HOST * host_bytes)
+    if settings.swap_space_bytes is not None:
+        _check_swap(swap_bytes, most_bytes)
+    elif swap_bytes > most_bytes:
+        notes.append(
+            f"the swap space is {_gib(most_bytes)} GiB, not {_gib(swap_bytes)}: the host has no more to spare."
+        )
+        return most_bytes
+    return swap_bytes
+
+
+def _check_swap(swap_bytes: int, most_bytes: int) -> None:
+    if swap_bytes > most_bytes:
+        fits = math.floor(100 * max(0, most_bytes) / GIB) / 100
+        raise ConfigError(
+            f"--swap-space {swap_bytes / GIB:g} is {_gib(swap_bytes)} GiB of host memory, and beside all else "
+            f"{_gib(max(0, most_bytes))} GiB can be had: use --swap-space {fits:g}."
+        )
 
 
 def _exact_pool(wanted_bytes: int, room: _Room) -> int:

@@ -20,6 +20,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS = ("model_name", "engine")
 
+CORE_TOTALS = (
+    "preemptions_total",
+    "prefix_queries_total",
+    "prefix_hits_total",
+    "host_hits_total",
+    "host_saved_total",
+    "host_loaded_total",
+)
+"""Fields of StepStats that start again from zero with every core."""
+
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -95,7 +105,7 @@ class EngineMetrics:
         self._stats: ipc.StepStats | None = None
         self._cache_labels: dict[str, str] = {}
         self._cached_tokens = 0
-        self._lost = {"preemptions": 0, "queries": 0, "hits": 0}
+        self._lost = dict.fromkeys(CORE_TOTALS, 0)
         self._lengths: dict[str, Histogram] = {}
 
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
@@ -144,7 +154,7 @@ class EngineMetrics:
             "gpu_memory_utilization": str(settings.gpu_memory_utilization),
             "kv_cache_memory_bytes": str(info.kv_cache_bytes),
             "num_gpu_blocks": str(info.num_blocks),
-            "num_cpu_blocks": "0",
+            "num_cpu_blocks": str(info.num_host_blocks),
         }
         if not self._lengths:
             buckets = one_two_five(info.max_model_len)
@@ -219,9 +229,8 @@ class EngineMetrics:
         """The core died: its totals start again from zero, ours must not."""
         self.num_restarts += 1
         if self._stats is not None:
-            self._lost["preemptions"] += self._stats.preemptions_total
-            self._lost["queries"] += self._stats.prefix_queries_total
-            self._lost["hits"] += self._stats.prefix_hits_total
+            for name in CORE_TOTALS:
+                self._lost[name] += getattr(self._stats, name)
         self._stats = None
 
     def http_request(self, method: str, handler: str, status: int, seconds: float) -> None:
@@ -245,9 +254,12 @@ class EngineMetrics:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of prompt tokens that were served from the prefix cache so far, 0 to 1."""
-        queries = self._total("queries")
-        return self._total("hits") / queries if queries else 0.0
+        """Share of prompt tokens that were found in the KV cache or the tier behind it so far, 0 to 1."""
+        return self._rate(self._total("prefix_hits_total") + self._total("host_hits_total"))
+
+    def _rate(self, num_found: int) -> float:
+        queries = self._total("prefix_queries_total")
+        return num_found / queries if queries else 0.0
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
@@ -262,13 +274,28 @@ class EngineMetrics:
         by_reason.add_metric((*self._labels, "capacity"), waiting)
         by_reason.add_metric((*self._labels, "deferred"), 0)
         yield by_reason
-        yield self._gauge("num_requests_swapped", "Requests in host memory.", 0)
+        swapped = stats.num_swapped if stats else 0
+        host_usage = stats.host_blocks_used / stats.host_blocks_total if stats and stats.host_blocks_total else 0.0
+        yield self._gauge("num_requests_swapped", "Preempted sequences in host memory.", swapped)
+        yield self._gauge("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1.", host_usage)
         yield self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", usage)
         yield self._gauge("gpu_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", usage)
+        queries, hits = self._total("prefix_queries_total"), self._total("prefix_hits_total")
+        host_hits = self._total("host_hits_total")
         for prefix in ("prefix_cache", "gpu_prefix_cache"):
-            yield self._counter(f"{prefix}_queries", "Prompt tokens looked up.", self._total("queries"))
-            yield self._counter(f"{prefix}_hits", "Prompt tokens found.", self._total("hits"))
-        yield self._counter("num_preemptions", "Preempted sequences.", self._total("preemptions"))
+            yield self._counter(f"{prefix}_queries", "Prompt tokens looked up.", queries)
+            yield self._counter(f"{prefix}_hits", "Prompt tokens found.", hits)
+        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of prompt tokens found.", self._rate(hits))
+        yield self._counter(
+            "external_prefix_cache_queries", "Prompt tokens looked up in the swap space.", max(0, queries - hits)
+        )
+        yield self._counter("external_prefix_cache_hits", "Prompt tokens found in the swap space.", host_hits)
+        yield self._gauge("cpu_prefix_cache_hit_rate", "Share of prompt tokens found there.", self._rate(host_hits))
+        for name, text in (("saved", "moved to the swap space"), ("loaded", "brought back from it")):
+            moved = CounterMetricFamily(f"headrace:host_blocks_{name}", f"KV cache blocks {text}.", labels=LABELS)
+            moved.add_metric(self._labels, self._total(f"host_{name}_total"))
+            yield moved
+        yield self._counter("num_preemptions", "Preempted sequences.", self._total("preemptions_total"))
         yield self._counter("prompt_tokens", "Prompt tokens of started requests.", self.prompt_tokens)
         yield self._counter("prompt_tokens_cached", "Prompt tokens from the cache.", self._cached_tokens)
         by_source = CounterMetricFamily(
@@ -307,13 +334,9 @@ class EngineMetrics:
         yield memory
 
     def _total(self, name: str) -> int:
-        stats = self._stats
-        now = {
-            "preemptions": stats.preemptions_total if stats else 0,
-            "queries": stats.prefix_queries_total if stats else 0,
-            "hits": stats.prefix_hits_total if stats else 0,
-        }
-        return self._lost[name] + now[name]
+        """One of CORE_TOTALS, over all cores there have been."""
+        now: int = getattr(self._stats, name) if self._stats is not None else 0
+        return self._lost[name] + now
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...] | tuple[int, ...], also: str | None = None

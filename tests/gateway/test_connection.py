@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import uvicorn
+import uvloop
 
 from headrace.protocol import http_connection as connection
 from tests.gateway.fake_upstream import FakeUpstream
@@ -123,3 +128,110 @@ def test_a_connection_without_a_request_is_closed(
         began_s = time.monotonic()
         assert everything(client) == b""
         assert 0.1 < time.monotonic() - began_s < 3
+
+
+# HTTP itself, over an application that shows what it was asked
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """An ASGI application that answers by its path, on a connection of ours."""
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == "/fault":
+            raise ValueError("a fault")
+        if path == "/nothing":
+            return
+        body, more = b"", True
+        while more and path != "/unread":
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        headers = [(b"x-query", scope["query_string"]), (b"x-path", path.encode())]
+        if path == "/split":
+            headers.append((b"x-bad", b"a\r\nx-injected: 1"))
+        if path == "/slow":
+            await asyncio.sleep(0.2)
+        if path == "/stream" or scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for piece in (b"one ", b"", b"two"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
+    thread = threading.Thread(target=uvloop.run, args=(server.serve(sockets=[listener]),), daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    thread.join(5)
+
+
+def exchanged(port: int, data: bytes, *, pieces: int = 1) -> bytes:
+    """Everything that comes back for `data`, which ends with a request to close."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        size = -(-len(data) // pieces)
+        for start in range(0, len(data), size):
+            client.sendall(data[start : start + size])
+            time.sleep(0.002 if pieces > 1 else 0)
+        return everything(client)
+
+
+def post(path: str, body: bytes, *more: str, last: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *more]
+    return "\r\n".join([*lines, *(["connection: close"] if last else [])]).encode() + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 60])
+def test_a_request_in_pieces_is_the_same_request(port: int, pieces: int) -> None:
+    head, _, body = exchanged(port, post("/a%20b?c=d", b"x" * 50), pieces=pieces).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-query: c=d" in head and b"x-path: /a b" in head
+    assert body == b"x" * 50 and b"\r\ndate: " in head
+
+
+def test_requests_sent_at_once_are_answered_in_turn(port: int) -> None:
+    data = post("/slow", b"1", last=False) + b"".join(post("/", b"%d" % n, last=False) for n in range(2, 40))
+    found = exchanged(port, data + post("/", b"end"))
+    bodies = [part.partition(b"HTTP/1.1")[0] for part in found.split(b"\r\n\r\n")[1:]]
+    assert bodies == [b"%d" % n for n in range(1, 40)] + [b"end"]
+
+
+def test_a_stream_is_chunked_and_a_head_has_no_body(port: int) -> None:
+    assert exchanged(port, post("/stream", b"")).endswith(b"\r\n\r\n4\r\none \r\n3\r\ntwo\r\n0\r\n\r\n")
+    assert exchanged(port, post("/", b"").replace(b"POST", b"HEAD")).endswith(b"\r\n\r\n")
+
+
+def test_the_head_and_the_body_of_an_answer_come_together(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(post("/", b"hello"))
+        assert client.recv(65536).endswith(b"\r\n\r\nhello")
+
+
+def test_a_client_that_waits_for_continue_is_told_to(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        head, _, body = post("/", b"hello", "expect: 100-continue").partition(b"\r\n\r\n")
+        client.sendall(head + b"\r\n\r\n")
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(body)
+        assert everything(client).endswith(b"\r\n\r\nhello")
+
+
+@pytest.mark.parametrize("path", ["/fault", "/nothing", "/split"])
+def test_an_application_that_fails_is_a_500_and_never_a_header_of_its_own(port: int, path: str) -> None:
+    head, _, body = exchanged(port, post(path, b"", last=False)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ") and b"x-injected" not in head
+    assert json.loads(body)["error"]["code"] == "internal_error"
+
+
+def test_a_body_that_nobody_reads_does_not_stand_in_the_way(port: int) -> None:
+    data = post("/unread", b"y" * 300_000, last=False) + post("/", b"end")
+    assert exchanged(port, data).endswith(b"\r\n\r\nend")
+
+
+def test_a_large_body_is_held_back_until_it_is_read(port: int) -> None:
+    body = b"z" * (64 * connection.MAX_UNREAD_BYTES)
+    assert exchanged(port, post("/slow", body)).endswith(b"\r\n\r\n" + body)

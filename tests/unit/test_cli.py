@@ -238,9 +238,9 @@ def test_the_text_of_a_template_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_start(capsys: Capture) -> None:
-    assert main(["serve", "--dry-run", "--max-model-len", "2048", "--swap-space", "4", "--device", "cpu"]) == 0
+    assert main(["serve", "--dry-run", "--max-model-len", "2048", "--swap-space", "0.5", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "Note: --swap-space 4: the host-memory tier" in shown
+    assert "Swap space  0.50 GiB of host memory" in shown
     assert "GPU memory utilization: 0.90" in shown
     assert "Maximum concurrency for 2,048 tokens per request:" in shown
     assert "max_model_len = 2048" in shown
@@ -286,7 +286,8 @@ INFO = EngineInfo(
     kv_cache_bytes=4 << 30,
     kv_cache_dtype="float32",
     block_size=32,
-    num_blocks=2912, kv_cache_tokens=93184,
+    num_blocks=2912,
+    kv_cache_tokens=93184,
     max_model_len=8192,
     max_num_seqs=256,
     max_num_batched_tokens=512,

@@ -110,7 +110,6 @@ REFUSED = {
     "--cpu-offload-gb 4": "Keeping weights in host memory",
     "--task embed": "Embeddings",
     "--async-scheduling": "Asynchronous scheduling",
-    "--kv-offloading-size 4": "host memory",
 }
 
 
@@ -349,8 +348,19 @@ def test_guide_command_a072(tmp_path: Path) -> None:
     assert (engine.max_num_seqs, engine.max_model_len, engine.kv_cache_dtype) == (128, 4096, "auto")
     assert (server.host, server.served_model_names) == ("127.0.0.1", ("qwen2.5-7b-awq",))
     assert refusals == []
-    assert [line.split(":")[0] for line in notices] == ["--swap-space 8", "--disable-log-requests"]
-    assert "not built yet" in notices[0] and "recomputed" in notices[0]
+    assert engine.swap_space_bytes == 8 << 30
+    assert [line.split(":")[0] for line in notices] == ["--disable-log-requests"]
+
+
+def test_swap_space_is_in_gib_under_its_old_name_and_its_new_one() -> None:
+    for written, expected in (("--swap-space 0.5", 1 << 29), ("--kv-offloading-size 2", 2 << 30), ("", None)):
+        engine, _ = settings(parse_command_line(written.split()))
+        assert engine.swap_space_bytes == expected
+    for written in ("--swap-space=-1", "--max-num-queued-tokens 0"):
+        with pytest.raises(LaunchError, match=written.split("=")[0].split()[0]):
+            settings(parse_command_line(written.split()))
+    engine, _ = settings(parse_command_line(["--max-num-queued-tokens", "100k"]))
+    assert engine.max_num_queued_tokens == 100_000
 
 
 def test_guide_command_a073(tmp_path: Path) -> None:
@@ -369,10 +379,11 @@ def test_guide_commands_of_eight_cards(name: str, tmp_path: Path) -> None:
         max_model_len=32768,
         max_num_seqs=2,
         max_num_batched_tokens=32768,
+        swap_space_bytes=1 << 30 if name == "a074.sh" else None,
     )
     assert server.served_model_names == ("Qwen2.5-72B-Instruct",)
     assert refusals == ["--tensor-parallel-size 8: Tensor parallelism: not built yet; use --tensor-parallel-size 1."]
-    mapped = ["--swap-space 1", "--disable-custom-all-reduce"] if name == "a074.sh" else []
+    mapped = ["--disable-custom-all-reduce"] if name == "a074.sh" else []
     assert sorted(line.split(":")[0] for line in notices) == sorted([*mapped, "--trust-remote-code"])
 
 

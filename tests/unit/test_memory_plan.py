@@ -29,7 +29,9 @@ SMOLLM2 = ModelConfig(
 BLOCK = 2 * 30 * 3 * 64 * 4 * 32  # bytes of a float32 block of 32 tokens
 
 
-def plan(available_gib: float = 16.0, config: ModelConfig = SMOLLM2, device: str = "cpu", **flags):
+def plan(
+    available_gib: float = 16.0, config: ModelConfig = SMOLLM2, device: str = "cpu", host_gib: float = 32, **flags
+):
     return plan_memory(
         config,
         EngineSettings(model="m", **flags),
@@ -38,6 +40,7 @@ def plan(available_gib: float = 16.0, config: ModelConfig = SMOLLM2, device: str
         kv_cache_dtype="float32",
         overhead_bytes=300_000_000,
         device=device,
+        host_bytes=int(host_gib * GIB),
     )
 
 
@@ -175,6 +178,46 @@ def test_a_cache_without_a_block_for_every_group_is_refused_with_one_that_has_th
         plan(config=model, kv_cache_memory_bytes=2 * BLOCK // 3)
     enough = int(str(error.value).split("Use --kv-cache-memory-bytes ")[1].split()[0])
     assert plan(config=model, kv_cache_memory_bytes=enough).num_blocks == 3 * 16
+
+
+def test_swap_space_is_real_memory_beside_a_gpu_and_in_whole_blocks():
+    gpu = {"device": "cuda", "available_gib": 24}
+    assert plan(**gpu).num_host_blocks == 4 * GIB // (BLOCK // 2)
+    assert plan(**gpu, swap_space_bytes=8 * GIB).num_host_blocks == 8 * GIB // (BLOCK // 2)
+    assert plan(**gpu, swap_space_bytes=0).num_host_blocks == 0
+    assert plan(**gpu, swap_space_bytes=8 * GIB).num_blocks == plan(**gpu).num_blocks
+
+
+def test_swap_space_that_the_host_has_not_is_refused_with_what_it_has():
+    with pytest.raises(ConfigError, match=r"--swap-space 64 is 64\.00 GiB .* use --swap-space (\S+)\.$") as error:
+        plan(device="cuda", swap_space_bytes=64 * GIB)
+    fits = float(str(error.value).rsplit(" ", 1)[1].rstrip("."))
+    assert fits == 22.39, "seven tenths of 32"
+    assert plan(device="cuda", swap_space_bytes=int(fits * GIB)).num_host_blocks > 0
+
+
+def test_the_default_swap_space_is_smaller_on_a_small_host():
+    result = plan(device="cuda", host_gib=2)
+    assert result.num_host_blocks * (BLOCK // 2) <= 1.4 * GIB
+    assert "swap space is 1.40 GiB, not 4.00" in result.notes[-1]
+
+
+def test_on_a_cpu_swap_space_is_taken_from_the_same_memory_and_so_off_unless_asked_for():
+    assert plan().num_host_blocks == 0
+    result = plan(available_gib=4, swap_space_bytes=GIB)
+    assert result.num_host_blocks == GIB // BLOCK
+    assert plan(available_gib=4).num_blocks - result.num_blocks in (GIB // BLOCK, GIB // BLOCK + 1)
+    assert "--kv-cache-memory-bytes is the better place" in result.notes[-1]
+    with pytest.raises(ConfigError, match=r"use --swap-space (\S+)\.$") as error:
+        plan(available_gib=4, swap_space_bytes=8 * GIB)
+    fits = float(str(error.value).rsplit(" ", 1)[1].rstrip("."))
+    assert plan(available_gib=4, swap_space_bytes=int(fits * GIB)).num_blocks >= 1
+    with pytest.raises(ConfigError, match=r"use --swap-space 0\."):
+        plan(available_gib=4, swap_space_bytes=8 * GIB, kv_cache_memory_bytes=16 * GIB)
+
+
+def test_swap_space_smaller_than_a_block_is_told():
+    assert "holds no block" in plan(swap_space_bytes=1 << 20).notes[-1]
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -54,6 +54,25 @@ def samples(metrics: EngineMetrics) -> dict[str, float]:
     return found
 
 
+def test_the_tier_in_host_memory_is_shown_by_the_names_it_has_had(metrics):
+    metrics.step(
+        stats(host_blocks_used=30, host_blocks_total=40, num_swapped=2, host_hits_total=70, host_saved_total=9,
+              host_loaded_total=5)
+    )  # fmt: skip
+    shown = samples(metrics)
+    assert shown["vllm:cpu_cache_usage_perc"] == 0.75
+    assert shown["vllm:num_requests_swapped"] == 2
+    assert shown["vllm:prefix_cache_hits_total"] == 50
+    assert shown["vllm:external_prefix_cache_queries_total"] == 150
+    assert shown["vllm:external_prefix_cache_hits_total"] == 70
+    assert (shown["vllm:gpu_prefix_cache_hit_rate"], shown["vllm:cpu_prefix_cache_hit_rate"]) == (0.25, 0.35)
+    assert (shown["headrace:host_blocks_saved_total"], shown["headrace:host_blocks_loaded_total"]) == (9, 5)
+    assert metrics.prefix_cache_hit_rate == 0.6
+    metrics.core_lost()
+    metrics.step(stats(host_hits_total=1))
+    assert samples(metrics)["vllm:external_prefix_cache_hits_total"] == 71
+
+
 def test_names_of_both_generations_are_there_from_the_start(metrics):
     text = metrics.render().decode()
     for name in (

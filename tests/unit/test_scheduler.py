@@ -156,6 +156,23 @@ def test_the_queue_is_bounded_beyond_what_could_start_at_once() -> None:
     assert run.scheduler.add(message(4, name="r7")) is None
 
 
+def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
+    run = engine(max_num_seqs=1, max_num_queued_tokens=100)
+    run.add("running", prompt(300), max_tokens=8)
+    run.step()
+    run.add("first", prompt(60), max_tokens=8)
+    refused = run.scheduler.add(message(41, name="r"))
+    assert refused is not None
+    assert refused.code == "queue_full"
+    for part in ("60 tokens", "this one has 41", "holds 100 (--max-num-queued-tokens)"):
+        assert part in refused.message
+    run.add("second", prompt(40), max_tokens=8)
+    run.run()
+    run.add("alone", prompt(300), max_tokens=1)  # nothing waits: it is not the queue that takes it
+    run.run()
+    run.assert_nothing_left()
+
+
 def test_a_request_id_is_used_by_one_request_at_a_time() -> None:
     run = engine()
     run.add("r", prompt(4), max_tokens=2)
