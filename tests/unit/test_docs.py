@@ -95,6 +95,8 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.admin_needs_key("/x"),
         errors.internal_error("x"),
         errors.engine_error("x"),
+        errors.failed("grammar_dead_end", "x"),
+        errors.refused("invalid_grammar", "x", "y"),
         errors.request_kills_engine(2),
         errors.not_implemented("/x", "y"),
     ]
