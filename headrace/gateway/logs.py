@@ -10,6 +10,7 @@ faster than they can be written they are dropped and counted: a log must not hol
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import sys
@@ -113,7 +114,7 @@ class GatewayLog:
     def line(self, record: logging.LogRecord) -> str:
         """The finished line, without its end."""
         values: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "time": f"{_second(int(record.created))}.{int(record.created * 1000) % 1000:03d}Z",
             "level": record.levelname.lower(),
         }
         fields = getattr(record, "fields", None)
@@ -149,6 +150,11 @@ class GatewayLog:
             stream.flush()
         except (OSError, ValueError):
             self.num_dropped += len(lines)
+
+
+@functools.lru_cache(maxsize=4)
+def _second(time_s: int) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 class _Enqueue(logging.Handler):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_sqlite = engine.dialect.name == "sqlite"
+        self.insert: Callable[[Table], Any] = sqlite.insert if self.is_sqlite else postgresql.insert
+        """An INSERT that knows ON CONFLICT, in the database's own dialect."""
 
     @property
     def shown_url(self) -> str:
@@ -65,10 +67,6 @@ class Database:
             if not self.is_sqlite:
                 connection.exec_driver_sql(f"SET LOCAL lock_timeout = {patience_ms:d}")
             yield connection
-
-    def insert(self, table: Table) -> Any:
-        """An INSERT that knows ON CONFLICT, in the database's own dialect."""
-        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
 
     def version(self, connection: Connection, name: str) -> int:
         """How often `bump` was called for `name`."""
