@@ -46,6 +46,9 @@ PARAMS_N = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 HTTP_S = (0.1, 0.5, 1.0)
 
+WAITS_FOR = {"max_num_seqs": "--max-num-seqs", "kv_cache": "KV cache"}
+"""What the scheduler says that the first in the queue waits for, in words."""
+
 
 def one_two_five(largest: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50 ... up to `largest`."""
@@ -379,10 +382,12 @@ class ThroughputLog:
         if not show or stats is None:
             return None
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        waits_for = WAITS_FOR.get(stats.waiting_reason) if stats.num_waiting else None
         return (
             f"Engine 000: Avg prompt throughput: {new_prompt / elapsed_s:.1f} tokens/s, "
             f"Avg generation throughput: {new_generated / elapsed_s:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"GPU KV cache usage: {100 * usage:.1f}%, "
             f"Prefix cache hit rate: {100 * self._metrics.prefix_cache_hit_rate:.1f}%"
+            + (f", Waiting for: {waits_for}" if waits_for else "")
         )

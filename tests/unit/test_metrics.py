@@ -176,7 +176,8 @@ def test_the_log_line_appears_while_active_and_once_after(metrics):
     metrics.prompt_tokens, metrics.generation_tokens = 100, 50
     assert log.line(10.0, stats()) == (
         "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
-        "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+        "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%, "
+        "Waiting for: KV cache"
     )
     assert "Avg generation throughput: 0.0" in (log.line(20.0, idle) or "")
     assert log.line(30.0, idle) is None
