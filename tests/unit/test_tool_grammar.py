@@ -45,7 +45,7 @@ def said(core: EngineCore, grammar: GrammarSpec | None, seed: int = 0, liked: st
     options = {"max_tokens": 300, "temperature": 1.0, "seed": seed, "stop_token_ids": (END_OF_SEQUENCE,)}
     asked = request("r", [5, 6, 7], grammar=grammar, logit_bias=bias, **options)
     done = run(core, [asked], max_steps=10_000_000)["r", 0]
-    assert done.finish_reason == "stop"
+    assert done.finish_reason == "stop", tokenizer().decode(done.token_ids)
     return tokenizer().decode(done.token_ids)
 
 
@@ -94,7 +94,8 @@ def test_a_mark_that_is_a_token_is_demanded_as_that_token(core: EngineCore) -> N
 
 def test_json_that_is_asked_for_may_come_instead_of_a_call_and_nothing_else(core: EngineCore) -> None:
     answer = json_schema_grammar(SCHEMA, "response_format")
-    grammar = tool_grammar(tool_request([CLOCK], "auto", False), FORMATS["hermes"], special_tokens={}, answer=answer)
+    strict = {"type": "function", "function": {**CLOCK["function"], "strict": True}}
+    grammar = tool_grammar(tool_request([strict], "auto", False), FORMATS["hermes"], special_tokens={}, answer=answer)
     assert read("hermes", said(core, grammar, liked="<")) == [Call("clock", "{}")]
     for seed in range(3):
         assert is_weather(said(core, grammar, seed, liked="{"))
