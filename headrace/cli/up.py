@@ -182,13 +182,10 @@ def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) 
     import uvloop
 
     from headrace.config.errors import ConfigError
-    from headrace.gateway.ledger import open_ledger
     from headrace.gateway.logs import GatewayLog
     from headrace.gateway.redact import Redactor
     from headrace.gateway.run import USUAL_PORT as GATEWAY_PORT
-    from headrace.gateway.run import secrets_of
-    from headrace.gateway.storage.database import DEFAULT_DATA_DIR
-    from headrace.protocol.access_errors import API_KEYS_PAGE
+    from headrace.gateway.run import open_ledger_at, secrets_of
     from headrace.protocol.http_listener import CannotListen, listen
     from headrace.server.run import USUAL_PORT, configure_logging, leave_soon
 
@@ -201,7 +198,7 @@ def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) 
                 stack.enter_context(contextlib.closing(listen(e.server.host, e.server.port, USUAL_PORT)))
                 for e in engines
             ]
-            ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
+            ledger = open_ledger_at(at)
         except (CannotListen, ConfigError) as error:
             print(f"headrace up: {error}", file=sys.stderr)
             return 1

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from headrace.gateway import logs, paths, status
 from headrace.gateway.count_tokens import count_tokens
 from headrace.gateway.exchange import Application, ClientGone, Exchange, Receive, Scope, Send
-from headrace.gateway.forward import forward
+from headrace.gateway.forward import forward, plan_of
 from headrace.gateway.models_route import list_models, one_model
 from headrace.gateway.owned import batches, files, stored_response
 from headrace.gateway.paths import Place
+from headrace.gateway.snapshot import Dialect
 from headrace.gateway.state import GatewayState
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
@@ -99,14 +100,12 @@ class App:
             await list_models(state, snapshot, exchange, record)
         elif kind == "model":
             await one_model(state, snapshot, exchange, record, _id(place))
-        elif kind == "count_tokens":
-            await count_tokens(state, snapshot, exchange, place, record)
-        elif kind == "files":
-            await files(state, snapshot, exchange, place, record)
-        elif kind == "batches":
-            await batches(state, snapshot, exchange, place, record)
         else:
-            await stored_response(state, snapshot, exchange, place, record)
+            handler = {"count_tokens": count_tokens, "files": files, "batches": batches}.get(kind, stored_response)
+            dialect: Dialect = "anthropic" if exchange.form == "anthropic" else "openai"
+            with state.limiter.admit(record, plan_of(snapshot, record), dialect=dialect) as lease:
+                exchange.answer_headers += lease.headers()
+                await handler(state, snapshot, exchange, place, record)
 
     def _forwarded_for(self, exchange: Exchange) -> str:
         """The client's address behind proxies that are believed: the last that is none of them."""

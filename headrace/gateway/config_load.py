@@ -17,7 +17,7 @@ from headrace.gateway.config_clients import client_kind, client_settings
 from headrace.gateway.config_document import Document, read_document
 from headrace.gateway.config_engines import read_engines
 from headrace.gateway.config_models import Catalogue
-from headrace.gateway.config_routing import check_model, read_routing
+from headrace.gateway.config_routing import check_model, read_routing, unpriced
 from headrace.gateway.config_section import Problems, Section
 from headrace.gateway.config_upstreams import MANAGED, MANAGED_WORDS, managed_upstream, read_upstream
 from headrace.gateway.config_values import read_listen, read_plans, read_presets
@@ -86,7 +86,7 @@ def load_config(
         snapshot,
         generation=generation,
         path=str(chosen),
-        warnings=tuple(dict.fromkeys(problems.warnings)),
+        warnings=tuple(dict.fromkeys([*problems.warnings, *unpriced(snapshot)])),
         sources=tuple(sources),
     )
     return replace(snapshot, listen=_overridden(snapshot, overrides))

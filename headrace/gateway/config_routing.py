@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headrace.gateway.config_models import Catalogue
 from headrace.gateway.config_section import Section, dotted, shown
+from headrace.gateway.route import attempts_for
 from headrace.gateway.rules import flattened, parse_condition
-from headrace.gateway.snapshot import Condition, Rule
+from headrace.gateway.snapshot import Condition, Rule, Snapshot
 from headrace.protocol.errors import nearest
 
 
@@ -142,4 +143,16 @@ def _check_serves(section: Section, rule: Rule, catalogue: Catalogue, mapped: di
                     "target",
                     f"is {upstream.name}, which serves {served} and not {test.value}; give the rule a `model`, or "
                     f"upstreams.{upstream.name} a `fallback_model`.",
+                )
+
+
+def unpriced(snapshot: Snapshot) -> Iterator[str]:
+    """Warnings: a model has a price, and what may stand in for it has none, so that it would be booked as free."""
+    for name in snapshot.models:
+        attempts = attempts_for(snapshot, name)
+        for attempt in attempts[1:]:
+            if attempts[0].price.is_any and not attempt.price.is_any:
+                yield (
+                    f"models.{name}: the upstream {attempt.upstream.name} may answer for it with {attempt.model}, "
+                    "which has no price: such requests count as free, also against budgets."
                 )

@@ -176,6 +176,7 @@ def read_listen(section: Section | None) -> Listen:
         page_url=section.text("page_url"),
         allowed_origins=section.names("allowed_origins") or (),
         drain_s=base.drain_s if drain is None else drain,
+        retention_days=section.integer("retention_days"),
         admin=Admin(enabled=True if enabled is None else enabled, trusted_proxies=proxies or ()),
     )
     section.finish()

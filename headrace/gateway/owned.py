@@ -5,6 +5,8 @@ The id that a client gets names that upstream, so any worker finds it again with
     upstream "cloud" answers {"id": "file-abc", ...}    the client gets {"id": "file-abc~Y2xvdWQ", ...}
 
 Where no id says so, the upstream is the one of the request's `model` (a form field or ?model=), else the default one.
+Files and batches are seen by the key that made them only; a stored response is found by whoever knows its id, which
+is a secret in itself.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from headrace.gateway.body import Fields, form_field
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.forward import check_model, plan_of
 from headrace.gateway.keys import KeyRecord
+from headrace.gateway.owners import Owner
 from headrace.gateway.paths import Place
 from headrace.gateway.route import decide, default_model
 from headrace.gateway.rules import RequestFacts
-from headrace.gateway.snapshot import Snapshot, Upstream
+from headrace.gateway.snapshot import Plan, Snapshot, Upstream
 from headrace.gateway.state import GatewayState
 from headrace.gateway.upstream_client import BrokenAnswer, UpstreamAnswer
 from headrace.gateway.upstream_errors import UpstreamFailure
@@ -34,6 +37,10 @@ from headrace.protocol.errors import ApiError
 
 _OWNED = re.compile(r"(?P<id>.+)~(?P<owner>[A-Za-z0-9_-]+)")
 _ID_FIELDS = ("id", "input_file_id", "output_file_id", "error_file_id", "first_id", "last_id")
+_MADE_FIELDS = ("id", "output_file_id", "error_file_id")
+"""What an answer about one object of a key's names besides what it was given."""
+MAX_PAGES = 50
+"""Of an upstream's list, looked through for something of a key's."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:=@+-]{1,200}")
 _JSON = "application/json"
 
@@ -65,21 +72,41 @@ async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, pla
     if body is not None and span is not None:
         model = body[span[0] : span[1]].decode("utf-8", "replace")
     upstream = _upstream(state, snapshot, record, owner, model)
-    await _pass(state, exchange, upstream, path, body, content_type or None)
+    await _pass_owned(state, exchange, record, place, upstream, path, body, content_type or None)
 
 
 async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord) -> None:
     """POST and GET /batches, GET /batches/{id}, POST /batches/{id}/cancel."""
     body = await exchange.body(snapshot.listen.max_body_bytes) if exchange.method == "POST" else None
     path, owner = _path(place)
-    if body and place.id is None:
-        fields = Fields(body)
+    plain: str | None = None
+    if exchange.method == "POST" and place.id is None:
+        _check_batch_allowed(record, plan_of(snapshot, record))
+        fields = Fields(body or b"")
         file_id = fields.value("input_file_id") if "input_file_id" in fields else None
         if isinstance(file_id, str):
             plain, owner = split_id(file_id)
             body = fields.changed({"input_file_id": plain})
     upstream = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
-    await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
+    if plain is not None:
+        await _owner(state, record, upstream).check(plain)
+    await _pass_owned(state, exchange, record, place, upstream, path, body, _JSON.encode() if body else None)
+
+
+def _check_batch_allowed(record: KeyRecord, plan: Plan | None) -> None:
+    """Raises ApiError 403 for a key whose limits a batch would get round: nobody here sees its requests."""
+    limits = [record.limits, *([plan.limits] if plan is not None else [])]
+    if record.models or (plan is not None and plan.models):
+        bound = "certain models"
+    elif any(each.budget_micros is not None or each.tpm is not None for each in limits):
+        bound = "a budget or a number of tokens"
+    else:
+        return
+    message = (
+        f"This API key is limited to {bound}, and the requests of a batch run at its upstream, where this gateway "
+        "cannot hold them to that. Send them one by one, or ask for a key without such a limit."
+    )
+    raise ApiError(403, message, type="permission_error", code="batch_not_allowed")
 
 
 async def stored_response(
@@ -95,7 +122,7 @@ async def stored_response(
     for upstream in candidates:
         is_last = upstream is candidates[-1]
         try:
-            await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None, keeps_ids=True)
+            await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
             return
         except ApiError as error:
             if is_last or error.status not in (404, 502) or exchange.status is not None:
@@ -154,6 +181,27 @@ def _upstream(
     return reachable[0]
 
 
+def _owner(state: GatewayState, record: KeyRecord, upstream: Upstream) -> Owner:
+    return Owner(state.keys.store.database, record.id, upstream.name)
+
+
+async def _pass_owned(
+    state: GatewayState,
+    exchange: Exchange,
+    record: KeyRecord,
+    place: Place,
+    upstream: Upstream,
+    path: str,
+    body: bytes | None,
+    content_type: bytes | None,
+) -> None:
+    """A request about what one key has made. Raises ApiError."""
+    owner = _owner(state, record, upstream)
+    if place.id is not None:
+        await owner.check(split_id(place.id)[0])
+    await _pass(state, exchange, upstream, path, body, content_type, owner)
+
+
 async def _pass(
     state: GatewayState,
     exchange: Exchange,
@@ -161,33 +209,39 @@ async def _pass(
     path: str,
     body: bytes | None,
     content_type: bytes | None,
-    *,
-    keeps_ids: bool = False,
+    owner: Owner | None = None,
 ) -> None:
-    """One request as it is; ids in a JSON answer get their owner. Raises ApiError."""
+    """One request as it is. With an owner, ids in a JSON answer get their upstream, and lists hold what is the
+    owner's: as many pages are asked for as it takes to find some. Raises ApiError."""
     sent = headers.forwarded(
         exchange.raw_headers, exchange.request_id, dialect=upstream.dialect, content_type=content_type
     )
     pairs = [(n, v) for n, v in parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True) if n != "model"]
-    query = urlencode([(n, split_id(v)[0] if n in ("after", "before") else v) for n, v in pairs])
-    url = upstream.url(path) + (f"?{query}" if query else "")
+    query = [(n, split_id(v)[0] if n in ("after", "before") else v) for n, v in pairs]
     method = "GET" if exchange.method == "HEAD" else exchange.method
     exchange.answer_headers.append((b"x-gateway-upstream", upstream.name.encode("ascii", "replace")))
     with exchange.leaving():
         try:
             async with asyncio.timeout(upstream.timeouts.total_s):
-                answer = await state.clients.of(upstream).send(method, url, sent, body)
-                try:
-                    await _relay(exchange, upstream, answer, None if keeps_ids else upstream.name)
-                finally:
-                    answer.close()
+                for _ in range(MAX_PAGES):
+                    url = upstream.url(path) + (f"?{urlencode(query)}" if query else "")
+                    answer = await state.clients.of(upstream).send(method, url, sent, body)
+                    try:
+                        after = await _relay(exchange, upstream, answer, owner)
+                    finally:
+                        answer.close()
+                    if after is None:
+                        return
+                    query = [*[pair for pair in query if pair[0] != "after"], ("after", after)]
         except UpstreamFailure as failure:
             raise failure.error from None
         except TimeoutError:
             raise upstream_errors.timed_out(upstream, "total", upstream.timeouts.total_s).error from None
+    await exchange.answer(200, b'{"object":"list","data":[],"has_more":false}')
 
 
-async def _relay(exchange: Exchange, upstream: Upstream, answer: UpstreamAnswer, owner: str | None) -> None:
+async def _relay(exchange: Exchange, upstream: Upstream, answer: UpstreamAnswer, owner: Owner | None) -> str | None:
+    """Answers with it; or returns where the next page begins, when this one has nothing of the owner's."""
     if not 200 <= answer.status < 300:
         body = await answer.read_error()
         raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
@@ -198,33 +252,60 @@ async def _relay(exchange: Exchange, upstream: Upstream, answer: UpstreamAnswer,
         if answer.content_type == _JSON and exchange.path.rstrip("/").rpartition("/")[2] != "content":
             body = await answer.read_whole()
             if owner is not None:
-                body = _renamed(body, owner)
-            return await exchange.answer(answer.status, body, passed)
+                value = _decoded(body)
+                if value is not None:
+                    after = await _claim(value, owner)
+                    if after is not None:
+                        return after
+                    _rename(value, upstream.name)
+                    body = msgspec.json.encode(value)
+            await exchange.answer(answer.status, body, passed)
+            return None
         data = await answer.read()
         await exchange.stream(answer.status, passed, events=False)
         while data:
             await exchange.write(data)
             data = await answer.read()
         await exchange.end()
+        return None
     except BrokenAnswer:
         raise upstream_errors.truncated(upstream) from None
 
 
-def _renamed(body: bytes, owner: str) -> bytes:
+def _decoded(body: bytes) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(body)
     except msgspec.MsgspecError:
-        return body
-    _rename(value, owner)
-    return msgspec.json.encode(value)
+        return None
+    return value if isinstance(value, dict) else None
 
 
-def _rename(value: Any, owner: str) -> None:
+async def _claim(value: dict[str, Any], owner: Owner) -> str | None:
+    """What a single answer names is the owner's from now on; of a list what is not is taken out.
+
+    Returns where the next page begins when the whole page was others'.
+    """
+    data = value.get("data")
+    if not isinstance(data, list):
+        await owner.made([value[name] for name in _MADE_FIELDS if isinstance(value.get(name), str) and value[name]])
+        return None
+    own = await owner.own([item["id"] for item in data if isinstance(item, dict) and isinstance(item.get("id"), str)])
+    kept = value["data"] = [item for item in data if isinstance(item, dict) and item.get("id") in own]
+    after = value.get("last_id") or (data[-1].get("id") if data and isinstance(data[-1], dict) else None)
+    if not kept and value.get("has_more") and isinstance(after, str):
+        return after
+    for name, item in (("first_id", kept[:1]), ("last_id", kept[-1:])):
+        if name in value:
+            value[name] = item[0]["id"] if item else None
+    return None
+
+
+def _rename(value: Any, upstream: str) -> None:
     if not isinstance(value, dict):
         return
     for name in _ID_FIELDS:
         if isinstance(value.get(name), str) and value[name]:
-            value[name] = owned_id(value[name], owner)
+            value[name] = owned_id(value[name], upstream)
     if isinstance(value.get("data"), list):
         for item in value["data"]:
-            _rename(item, owner)
+            _rename(item, upstream)

@@ -102,6 +102,11 @@ def model_names(snapshot: Snapshot, visible: tuple[str, ...] = ()) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, glob) for glob in visible)]
 
 
+def attempts_for(snapshot: Snapshot, name: str) -> tuple[Attempt, ...]:
+    """Where a chat request for the model `name` may go when no rule decides."""
+    return _attempts(snapshot, None, name, "chat")
+
+
 def mapped_model(snapshot: Snapshot, upstream: Upstream, name: str, endpoint: str) -> str | None:
     """What model `name` is called at a fallback upstream; None when it has nothing for it.
 

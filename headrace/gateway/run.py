@@ -30,7 +30,7 @@ from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.redact import Redactor
 from headrace.gateway.reload import Reloader
 from headrace.gateway.route import default_model
-from headrace.gateway.snapshot import Snapshot
+from headrace.gateway.snapshot import Listen, Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 from headrace.protocol.access_errors import API_KEYS_PAGE
@@ -65,7 +65,7 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
     log = GatewayLog(redactor=Redactor(secrets_of(snapshot)))
     with contextlib.closing(listener), contextlib.closing(log):
         try:
-            ledger = open_ledger(at.database_url, at.data_dir or DEFAULT_DATA_DIR, page=at.page_url or API_KEYS_PAGE)
+            ledger = open_ledger_at(at)
         except ConfigError as error:
             print(f"headrace gateway: {error}", file=sys.stderr)
             return 1
@@ -79,6 +79,16 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
             sys.setswitchinterval(GIVE_WAY_S)
             uvloop.run(serve(snapshot, overrides, ledger, listener, log, pages))
     return 0
+
+
+def open_ledger_at(at: Listen) -> Ledger:
+    """The database that the configuration names. Raises ConfigError."""
+    return open_ledger(
+        at.database_url,
+        at.data_dir or DEFAULT_DATA_DIR,
+        page=at.page_url or API_KEYS_PAGE,
+        retention_days=at.retention_days,
+    )
 
 
 def secrets_of(snapshot: Snapshot) -> list[str]:

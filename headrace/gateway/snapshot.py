@@ -234,6 +234,8 @@ class Listen:
     allowed_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     """How long running requests are waited for at the end."""
+    retention_days: int | None = None
+    """Older rows of single requests are removed, their daily sums stay; None = all are kept."""
     admin: Admin = Admin()
 
 

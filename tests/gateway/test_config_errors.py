@@ -227,3 +227,27 @@ def test_a_snapshot_does_not_print_its_secrets(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"none\.toml: cannot be read: No such file"):
         load_config(tmp_path / "none.toml", {})
+
+
+def test_an_upstream_without_a_price_that_stands_in_for_a_priced_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    text = """
+        [upstreams.cloud]
+        base_url = "https://cloud.example/v1"
+        [upstreams.spare]
+        base_url = "https://spare.example/v1"
+        models = ["other"]
+        [models.big]
+        upstream = "cloud"
+        price = { input = 2, output = 8 }
+        [models.free]
+        upstream = "cloud"
+        [routing]
+        default = "cloud"
+        fallback = "spare"
+    """
+    path.write_text(text)
+    (warning,) = load_config(path, {}).warnings
+    assert warning.startswith("models.big: the upstream spare may answer for it with other, which has no price")
+    path.write_text(text + '[models.other]\nupstream = "spare"\nprice = { input = 1, output = 2 }\n')
+    assert load_config(path, {}).warnings == ()

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from headrace.gateway.keys import KeyRequest
 from headrace.gateway.owned import owned_id, split_id
+from headrace.gateway.snapshot import Limits
 from tests.gateway import replies
 from tests.gateway.fake_upstream import FakeUpstream, Request
 from tests.gateway.gateways import ThreadedGateway, provider, providers, threaded_gateway
@@ -84,22 +87,81 @@ def test_a_batch_goes_where_its_file_is_and_all_its_ids_are_owned(
         "output_file_id": "file-2",
         "error_file_id": None,
     }
+    file = upload(gateway.client, second, "file-1", model="only-second")
     second.answer = replies.json_reply(batch)
-    file = owned_id("file-1", "second")
     made = gateway.client.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"}).json()
     assert second.last.json == {"input_file_id": "file-1", "endpoint": "/v1/chat/completions"}
     assert made["id"] == owned_id("batch_1", "second") and made["input_file_id"] == file
     assert made["output_file_id"] == owned_id("file-2", "second") and made["error_file_id"] is None
     gateway.client.post(f"/v1/batches/{made['id']}/cancel")
     assert second.last.path == "/v1/batches/batch_1/cancel" and first.requests == []
+    second.answer = Reply(content_type="application/octet-stream", parts=(b"{}",))
+    assert gateway.client.get(f"/v1/files/{made['output_file_id']}/content").content == b"{}"
+
+
+def upload(client: httpx.Client, upstream: FakeUpstream, id: str, model: str = "first-model") -> str:
+    """A file that the upstream calls `id`; the id that the client gets."""
+    upstream.answer = replies.json_reply({"id": id, "object": "file"})
+    sent = {"purpose": (None, "batch"), "model": (None, model), "file": ("a.jsonl", b"{}\n")}
+    return str(client.post("/v1/files", files=sent).json()["id"])
 
 
 def test_a_list_goes_to_the_default_upstream_and_its_pages_work(gateway: ThreadedGateway, first: FakeUpstream) -> None:
-    first.answer = replies.json_reply({"object": "list", "data": [{"id": "file-1"}], "last_id": "file-1"})
+    id = upload(gateway.client, first, "file-paged")
+    first.answer = replies.json_reply({"object": "list", "data": [{"id": "file-paged"}], "last_id": "file-paged"})
     page = gateway.client.get("/v1/files?limit=1").json()
-    assert page["data"][0]["id"] == page["last_id"] == owned_id("file-1", "first")
+    assert page["data"][0]["id"] == page["last_id"] == id == owned_id("file-paged", "first")
     gateway.client.get("/v1/files", params={"after": page["last_id"], "limit": "1"})
-    assert first.last.target == "/v1/files?after=file-1&limit=1"
+    assert first.last.target == "/v1/files?after=file-paged&limit=1"
+
+
+def test_a_key_sees_its_own_files_and_no_others(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    mine = upload(gateway.client, first, "file-mine")
+    with gateway.client_with(gateway.new_key("another")) as other:
+        theirs = upload(other, first, "file-theirs")
+        seen = len(first.requests)
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            assert gateway.client.request(method, f"/v1/files/{theirs}{path}").status_code == 404
+            assert other.request(method, f"/v1/files/{mine}{path}").status_code == 404
+        batch = {"input_file_id": mine, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        assert other.post("/v1/batches", json=batch).status_code == 404
+        assert len(first.requests) == seen
+
+        def pages(request: Request) -> Reply:
+            items = ["file-mine"] if "after=file-theirs" in request.target else ["file-x", "file-theirs"]
+            more = "after=file-theirs" not in request.target
+            data = [{"id": id} for id in items]
+            return replies.json_reply({"object": "list", "data": data, "has_more": more, "last_id": items[-1]})
+
+        first.answer = pages
+        page = other.get("/v1/files").json()
+        assert [item["id"] for item in page["data"]] == [theirs] == [page["last_id"]] and page["has_more"]
+        page = gateway.client.get("/v1/files").json()
+        assert [item["id"] for item in page["data"]] == [mine] and not page["has_more"]
+        first.answer = replies.json_reply({"object": "list", "data": [{"id": "file-x"}], "has_more": True})
+        assert gateway.client.get("/v1/batches").json()["data"] == []
+
+
+@pytest.mark.parametrize("rights", [{"budget_micros": 5}, {"tpm": 9}, {"models": ("first-model",)}])
+def test_a_batch_gets_round_no_limit(gateway: ThreadedGateway, first: FakeUpstream, rights: dict[str, Any]) -> None:
+    models = rights.pop("models", ())
+    request = KeyRequest(name=f"bounded {rights}", models=models, limits=Limits(**rights))
+    secret = gateway.ledger.store.create(request)[1]
+    gateway.ledger.keys.reload()
+    with gateway.client_with(secret) as client:
+        answer = client.post("/v1/batches", json={"input_file_id": "file-1", "endpoint": "/v1/chat/completions"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "batch_not_allowed")
+    assert first.requests == []
+
+
+def test_what_is_only_passed_on_counts_as_a_request_too(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    first.answer = replies.json_reply({"object": "list", "data": []})
+    with gateway.client_with(gateway.new_key("slow", rpm=2)) as client:
+        paths = ("/v1/files", "/v1/batches", "/v1/responses/resp_1", "/v1/files")
+        assert [client.get(path).status_code for path in paths] == [200, 200, 429, 429]
+        body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/v1/messages/count_tokens", json=body).status_code == 429
+    assert gateway.wait_until_idle()
 
 
 @pytest.mark.parametrize("id", [owned_id("file-1", "gone"), "..", "a%2fb"])
@@ -110,8 +172,6 @@ def test_an_id_of_nowhere_is_a_404(gateway: ThreadedGateway, first: FakeUpstream
 
 
 def test_a_key_does_not_reach_files_of_upstreams_it_may_not_use(gateway: ThreadedGateway, second: FakeUpstream) -> None:
-    from headrace.gateway.keys import KeyRequest
-
     secret = gateway.ledger.store.create(KeyRequest(name="first only", models=("first-model",)))[1]
     gateway.ledger.keys.reload()
     with gateway.client_with(secret) as client:

@@ -90,7 +90,7 @@ def test_a_database_from_the_future_is_refused_and_left_alone(tmp_path: Path) ->
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9000'"))
     database.close()
-    with pytest.raises(ConfigError, match=r"version 9000.*up to 0002.*Update Headrace"):
+    with pytest.raises(ConfigError, match=rf"version 9000.*up to {upgrade.NEWEST}.*Update Headrace"):
         open_database(None, tmp_path)
 
 

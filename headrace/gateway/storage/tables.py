@@ -112,3 +112,12 @@ replayed_journals = Table(
     Column("name", Text, primary_key=True),  # written with the journal's rows: no journal is counted twice
     Column("replayed_at", Float(53), nullable=False),
 )
+
+made_objects = Table(
+    "made_objects",
+    metadata,
+    Column("upstream", Text, primary_key=True),
+    Column("id", Text, primary_key=True),  # of a file or a batch, as the upstream calls it
+    Column("key_id", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+)

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, inspect, text
 
 from headrace.config.errors import ConfigError
 
-NEWEST = "0002"
+NEWEST = "0003"
 """The last file in migrations/versions; a test compares the two."""
 
 _LOCK_ID = 0x4865616472616365
