@@ -210,7 +210,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("optimization-level", "text", CAPTURE, _NO_CAPTURE, aliases=("O",)),
     _mapped("attention-backend", "text", CAPTURE, "each device has one attention implementation", harmless=("auto",)),
     _mapped("disable-cascade-attn", "switch", CAPTURE, "there is no cascade attention to disable"),
-    _mapped("disable-sliding-window", "switch", CAPTURE, "every layer already attends to the whole context"),
+    _mapped("disable-sliding-window", "switch", CAPTURE, "layers with a window keep it, as they were trained with it"),
     _refused("additional-config", "json", CAPTURE, "Options of other servers' platform plugins"),
     # Tools, reasoning and structured output
     _mapped("enable-auto-tool-choice", "switch", TOOLS, "the model may always choose to call the tools of a request"),
