@@ -124,7 +124,9 @@ class RequestStream:
         output = self._unread.pop(index)
         if output.token_ids:
             self._had.setdefault(index, []).extend(output.token_ids)
-        self._num_scores_had += len(output.prompt_logprobs or ())
+        num_scores = len(output.prompt_logprobs or ())
+        self._num_scores_had += num_scores
+        self._num_scores_skipped += num_scores  # They were given in this life, and do not come again in it.
         return output
 
     def _fresh(self, output: ipc.SequenceOutput) -> ipc.SequenceOutput | None:
