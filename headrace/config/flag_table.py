@@ -261,6 +261,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
         choices=(
             "auto",
             "hermes",
+            "qwen3_coder",
             "llama3_json",
             "mistral",
             "mistral_args",
@@ -276,6 +277,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
             ("qwen", "hermes"),
             ("qwen25", "hermes"),
             ("qwen3", "hermes"),
+            ("qwen3_xml", "qwen3_coder"),
             ("granite4", "hermes"),
             ("llama3", "llama3_json"),
             ("llama4_json", "llama3_json"),

@@ -44,10 +44,6 @@ class ToolRequest:
     parallel: bool = True
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools)
-
-    @property
     def is_forced(self) -> bool:
         return self.mode in ("required", "named")
 

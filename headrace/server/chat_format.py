@@ -108,7 +108,7 @@ class ChatFormat:
             is_thinking=is_thinking,
             tells_reasoning=fields.include_reasoning is not False,
             tools=self.writes_calls if tools.tools else None,
-            names=tools.names,
+            schemas={tool.name: tool.parameters for tool in tools.tools},
             one_call=tools.mode == "named" or not tools.parallel,
         )
 

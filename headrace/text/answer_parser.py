@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import string
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.protocol.answers import AnswerPart, Content, Delta, Reasoning, ToolCall
 from headrace.text.choice import joined
@@ -37,7 +38,8 @@ class Reading:
     is_thinking: bool = False
     tells_reasoning: bool = True
     tools: ToolFormat | None = None
-    names: Collection[str] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the arguments of each tool that may be called."""
     one_call: bool = False
 
     @property
@@ -64,7 +66,7 @@ class AnswerParser:
         self._split = (
             ReasoningSplit(reading.reasoning, is_open=reading.is_thinking) if reading.reasoning is not None else None
         )
-        self._tools = ToolParser(reading.tools, reading.names) if reading.tools is not None else None
+        self._tools = ToolParser(reading.tools, reading.schemas) if reading.tools is not None else None
         self._waiting: list[Delta] = []
         self._num_calls = 0
         self.is_over = False

@@ -1,7 +1,8 @@
 """Where a tool call's text ends, and what it says: balanced JSON or Python found as it comes, then decoded once.
 
 `Span` counts brackets outside strings, so a text that grows is looked at once. What it has marked out is decoded by
-`json_calls`, `python_calls` or `arguments_text`, each of which gives None for what is no call.
+`json_calls`, `python_calls` or `arguments_text`, each of which gives None for what is no call. Calls in tags have an
+end of their own, and values whose types only the tool's schema tells (`tagged_call`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 RawCall = tuple[str, str]
@@ -163,6 +165,35 @@ def _key(node: ast.expr | None) -> str:
     if not isinstance(key, str):
         raise ValueError("not a key of JSON")
     return key
+
+
+TAGGED_START, TAGGED_END = "<function=", "</function>"
+_TAGGED = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[RawCall] | None:
+    """`<function=f><parameter=a>1</parameter></function>`: a value is text where the schema says so or says nothing,
+    else JSON, and text if it is none."""
+    found = _TAGGED.fullmatch(text)
+    if found is None:
+        return None
+    name = found[1].strip()
+    properties = schemas.get(name, {}).get("properties")
+    types = properties if isinstance(properties, Mapping) else {}
+    arguments = {
+        key.strip(): _tagged_value(value, types.get(key.strip())) for key, value in _PARAMETER.findall(found[2])
+    }
+    written = _object_text(arguments)
+    return [(name, written)] if name and written is not None else None
+
+
+def _tagged_value(text: str, schema: object) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) else "string"
+    if kind == "string" or (isinstance(kind, list) and "string" in kind and text.strip() != "null"):
+        return text
+    value = _decoded(text)
+    return text if value is None and text.strip() != "null" else value
 
 
 def _decoded(text: str) -> Any:

@@ -23,9 +23,10 @@ class ToolFormat:
     """One family's way to write calls.
 
     Reading: a call, or a list of calls, comes after one of `opens`; with `bare` also where an answer begins. After it
-    each of `closes` may stand once. `around` are marks of the family that hold no call by themselves. `python` takes
-    `[f(a=1)]` besides JSON. `head` matches what stands before the arguments where the name is not inside the JSON;
-    its group 1 is the name. `separators` may stand between calls instead of the marks.
+    each of `closes` may stand once. `around` are marks of the family that hold no call by themselves. Besides JSON
+    `python` takes `[f(a=1)]`, and `tagged` takes `<function=f><parameter=a>1</parameter></function>`. `head` matches
+    what stands before the arguments where the name is not inside the JSON; its group 1 is the name. `separators` may
+    stand between calls instead of the marks.
 
     Writing: an answer of calls is `begin`, each call as `call` says with `join` between them, and `end`.
     """
@@ -41,6 +42,7 @@ class ToolFormat:
     separators: str = ""
     bare: bool = False
     python: bool = False
+    tagged: bool = False
     head: re.Pattern[str] | None = None
     id_chars: int = 24
     """Letters and digits after the prefix of a call's id."""
@@ -78,6 +80,14 @@ _ROWS = (
         join="\n",
         opens=("<tool_call>",),
         closes=("</tool_call>",),
+    ),
+    ToolFormat(
+        "qwen3_coder",
+        call=f"<tool_call>\n{_CALL}\n</tool_call>",
+        join="\n",
+        opens=("<tool_call>",),
+        closes=("</tool_call>",),
+        tagged=True,
     ),
     ToolFormat(
         "llama3_json",
@@ -181,6 +191,7 @@ class _Sign:
 
 
 _SIGNS = (
+    _Sign("qwen3_coder", ("<function=",), ("<parameter=",)),
     _Sign("deepseek_v3", ("<｜tool▁call▁begin｜>",), ("```json",)),
     _Sign("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
     _Sign("mistral_args", ("[TOOL_CALLS]",), ("[ARGS]",)),
@@ -193,7 +204,7 @@ _SIGNS = (
     _Sign("llama3_json", ("<|python_tag|>", '"parameters": dictionary of argument name', "Environment: ipython")),
     _Sign("gemma", ("tool_code",)),
 )
-_OTHER_SHAPES = ("<function=", "<arg_key>", "<|channel|>")
+_OTHER_SHAPES = ("<arg_key>", "<|channel|>")
 """In templates of families whose calls have shapes that are not known here, whatever marks are around them."""
 
 

@@ -11,11 +11,12 @@ how the text was cut into pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.text import call_syntax
-from headrace.text.call_syntax import RawCall, Span
+from headrace.text.call_syntax import TAGGED_END, TAGGED_START, RawCall, Span
 from headrace.text.tool_formats import ToolFormat
 
 MAX_HEAD_CHARS = 400
@@ -43,12 +44,12 @@ class _Found:
 
 
 class ToolParser:
-    """The calls of one answer. `names` are the request's tools; a format whose calls are marked takes other names too,
-    so that the client can tell the model that there is no such tool."""
+    """The calls of one answer. `tools` are the request's, with the schemas of their arguments; a format whose calls are
+    marked takes other names too, so that the client can tell the model that there is no such tool."""
 
-    def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, format: ToolFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._format = format
-        self._names = names
+        self._tools = tools
         self._opener = re.compile("|".join(map(re.escape, format.opens))) if format.opens else None
         self._held = ""
         """Not told yet. While a call is read, the text from after `_before` on."""
@@ -139,7 +140,7 @@ class ToolParser:
             if not final:
                 return False
             found = _Found([], 0)
-        if not found.calls or (self._format.bare and any(name not in self._names for name, _ in found.calls)):
+        if not found.calls or (self._format.bare and any(name not in self._tools for name, _ in found.calls)):
             self._num_broken += 1
             self._is_start = False
             # The mark is content; what follows it may still hold a call.
@@ -174,6 +175,8 @@ class ToolParser:
                 return self._spanned(text, start, Span(python=as_python))
             self._span = Span(python=as_python)
             return self._spanned(text, start)
+        if format.tagged:
+            return self._tagged(text, start)
         if format.head is None:
             return nothing
         brace = text.find("{", 0, MAX_HEAD_CHARS)
@@ -184,6 +187,15 @@ class ToolParser:
             return nothing
         self._span = self._span or Span(python=False)
         return self._spanned(text[brace:], start + brace, name=head[1])
+
+    def _tagged(self, text: str, start: int) -> _Found | None:
+        if not text.startswith(TAGGED_START):
+            return None if TAGGED_START.startswith(text) else _Found([], 0)
+        place = text.find(TAGGED_END)
+        if place < 0:
+            return None
+        end = place + len(TAGGED_END)
+        return _Found(call_syntax.tagged_call(text[:end], self._tools) or [], start + end)
 
     def _spanned(self, text: str, start: int, span: Span | None = None, *, name: str | None = None) -> _Found | None:
         span = span or self._span

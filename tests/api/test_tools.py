@@ -202,7 +202,7 @@ async def test_with_tool_choice_none_the_model_is_not_shown_the_tools() -> None:
 
 
 async def test_a_template_whose_calls_nobody_can_read_needs_the_flag() -> None:
-    template = QWEN_LIKE.replace("Return <tool_call></tool_call>", "Return <function=f>")
+    template = QWEN_LIKE.replace("Return <tool_call></tool_call>", "Return <arg_key>f</arg_key>")
     body = {"messages": QUESTION, "tools": TOOLS}
     async with asgi_client(make_app(ScriptedEngine(), template=template)) as client:
         answer = await client.post("/v1/chat/completions", json=body)

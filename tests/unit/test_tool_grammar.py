@@ -50,7 +50,7 @@ def said(core: EngineCore, grammar: GrammarSpec | None, seed: int = 0, liked: st
 
 
 def read(format: str, text: str) -> list[Part]:
-    parser = ToolParser(FORMATS[format], ("weather", "clock"))
+    parser = ToolParser(FORMATS[format], {"weather": SCHEMA, "clock": NOTHING})
     return parser.add(text) + parser.finish()
 
 

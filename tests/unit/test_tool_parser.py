@@ -15,12 +15,21 @@ from headrace.text.tool_formats import FORMATS, ToolFormat, detected
 from headrace.text.tool_parser import MAX_BROKEN_CALLS, Call, Part, ToolParser
 
 NAMES = ("f", "get_weather", "edit-file")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "on": {"type": "boolean"},
+        "list": {"type": "array"},
+        "s": {"type": "string"},
+    },
+}
 KEYS = ("a", "city", "it's")
 
 
 def parse(format: str, pieces: Sequence[str], names: Sequence[str] = NAMES) -> list[Part]:
     """What was found, text next to text joined."""
-    parser = ToolParser(FORMATS[format], names)
+    parser = ToolParser(FORMATS[format], dict.fromkeys(names, SCHEMA))
     found: list[Part] = []
     for part in [part for piece in pieces for part in parser.add(piece)] + parser.finish():
         if isinstance(part, str) and found and isinstance(found[-1], str):
@@ -83,6 +92,9 @@ PIECES = sorted(
         "f[ARGS]{}",
         "functools[",
         "é",
+        "<function=f>",
+        "</function>",
+        "<parameter=n>",
         "\ud83d\ude00",
     }
 )
@@ -140,6 +152,23 @@ GOOD = {
         [("f", {})],
     ),
     "a broken one before it": ("hermes", '<tool_call>{oops<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+    "qwen's tags": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n4\nfive\n</parameter>\n"
+        "<parameter=on>true</parameter>\n<parameter=list>[1]</parameter>\n</function>\n</tool_call>",
+        [("f", {"n": 3, "s": "4\nfive", "on": True, "list": [1]})],
+    ),
+    "qwen's tags, badly typed": (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=n>many</parameter><parameter=x>7</parameter></function></tool_call>",
+        [("f", {"n": "many", "x": "7"})],
+    ),
+    "qwen's tags without parameters": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        [("f", {})],
+    ),
+    "qwen's JSON": ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
     "llama with its tag": ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
     "llama, one a line": (
         "llama3_json",
@@ -192,6 +221,9 @@ def test_how_models_really_write_calls(format: str, text: str, expected: list[tu
 
 NO_CALLS = {
     "cut in the arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "rm -rf /ho'),
+    "tags without an end": ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n3"),
+    "tags without a name": ("qwen3_coder", "<tool_call><function=></function>"),
+    "other tags": ("qwen3_coder", "<tool_call><func>"),
     "not JSON": ("hermes", "<tool_call>{name: f}</tool_call>"),
     "a missing brace": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>'),
     "no name": ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
@@ -241,6 +273,7 @@ def test_an_answer_full_of_marks_is_read_once() -> None:
 
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}... within <tool_call></tool_call> XML tags",
+    "qwen3_coder": "{% if tools %}<tool_call>\n<function=example>\n<parameter=a>\nvalue\n</parameter>{% endif %}",
     "llama3_json": '{{ "Environment: ipython\\n" }}{% if tools is not none %}...{% endif %}<|python_tag|>',
     "mistral": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS][' }}",
     "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
@@ -260,7 +293,7 @@ def test_the_format_is_read_from_the_chat_template(name: str, template: str) -> 
 
 def test_a_template_without_marks_says_nothing_and_other_shapes_are_not_mistaken() -> None:
     assert detected("{% for message in messages %}{{ message.content }}{% endfor %}") is None
-    assert detected("<tool_call>\n<function={{ name }}>\n<parameter=a>") is None
+    assert detected("<tool_call>{{ name }}<arg_key>a</arg_key>") is None
 
 
 def test_the_flag_knows_every_format() -> None:
