@@ -5,9 +5,12 @@
     upstream (20 ms) <- ours     `headrace gateway`: key check, limits, routing and usage on
 
 Rounds of all of them are interleaved and the medians of rounds are shown, so that a slow minute of the machine hits
-everybody. Gateways have one core, upstream and generator another. Another gateway joins with
+everybody. Gateways have one core, upstream and generator another. Other gateways join with a command that starts them
+and the headers that they want:
 
-    --peer 'portkey=npx @portkey-ai/gateway --port={port}' --peer-header 'x-portkey-provider: openai'
+    --peer 'portkey=node node_modules/@portkey-ai/gateway/build/start-server.js --port={port}'
+    --peer-header 'x-portkey-provider: openai' --peer-header 'x-portkey-custom-host: {upstream}/v1'
+    --peer 'litellm=litellm --model openai/bench --alias bench --api_base {upstream}/v1 --port {port}'
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import uvloop
 
 from headrace.bench.gateway_load import Head, Round, run_round
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 CONCURRENCY = 16
 
 
@@ -65,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another gateway to start")
     parser.add_argument("--peer-header", action="append", default=[], help="header of requests to peers, `name: value`")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
 
 
@@ -155,25 +159,24 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
                 contestant.alone.append(results[0])
                 contestant.together.append(results[1])
                 contestant.streams.append(results[2])
-            if contestant.process is not None:
-                contestant.rss_bytes = contestant.process.memory_info().rss
+            contestant.rss_bytes = sum(one.memory_info().rss for one in family(contestant.process))
         print(f"\rround {number} of {arguments.rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
+def family(process: psutil.Process | None) -> Sequence[psutil.Process]:
+    """A process and its children."""
+    return () if process is None else (process, *process.children(recursive=True))
+
+
 def cpu_s(process: psutil.Process | None) -> float:
     """CPU seconds so far of a process and its children; 0 for none."""
-    if process is None:
-        return 0.0
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        times = one.cpu_times()
-        total += times.user + times.system
-    return total
+    times = [one.cpu_times() for one in family(process)]
+    return float(sum(each.user + each.system for each in times))
 
 
 def figures(contestant: Contestant, direct: Contestant) -> dict[str, float]:
-    """The table's columns; times in the units of their names, medians of rounds."""
+    """The table's rows; times in the units of their names, medians of rounds."""
 
     def added_ms(rounds: list[Round], base: list[Round], share: float) -> float:
         pairs = zip(rounds, base, strict=True)
@@ -202,16 +205,20 @@ def figures(contestant: Contestant, direct: Contestant) -> dict[str, float]:
     }
 
 
-def table(contestants: Sequence[Contestant], direct: Contestant) -> str:
+def table(contestants: Sequence[Contestant], direct: Contestant, *, markdown: bool) -> str:
     columns = {c.name: figures(c, direct) for c in contestants}
-    floor = columns["floor"]
-    lines = [f"{'':24}" + "".join(f"{name:>12}" for name in columns) + f"{'ours/floor':>12}"]
-    for row in floor:
-        ratio = columns["ours"][row] / floor[row] if floor[row] else float("nan")
-        lines.append(f"{row:24}" + "".join(f"{columns[name][row]:12.2f}" for name in columns) + f"{ratio:12.2f}")
+    rows = [["", *columns, "ours/floor"]]
+    for name, floor in columns["floor"].items():
+        values = [column[name] for column in columns.values()]
+        rows.append([name, *(f"{v:.2f}" for v in (*values, columns["ours"][name] / floor if floor else float("nan")))])
+    if markdown:
+        rows.insert(1, ["---", *["---:"] * (len(columns) + 1)])
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+    else:
+        lines = [f"{row[0]:24}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
     rate = statistics.median(r.rate for r in direct.together)
-    lines.append(f"direct: {rate:.0f} requests/s at {CONCURRENCY}, medians of {len(direct.together)} rounds")
-    return "\n".join(lines)
+    rounds = f"direct: {rate:.0f} requests/s at {CONCURRENCY}, medians of {len(direct.together)} rounds"
+    return "\n".join([*lines, *([""] if markdown else []), rounds])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.json:
                 print(json.dumps({c.name: figures(c, direct) for c in contestants}, indent=1))
             else:
-                print(table(contestants[1:], direct))
+                print(table(contestants[1:], direct, markdown=arguments.markdown))
     except BenchError as error:
         print(f"headrace.bench.gateway: {error}", file=sys.stderr)
         return 1
