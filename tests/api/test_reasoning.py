@@ -127,3 +127,14 @@ async def test_a_wish_without_effect_is_named() -> None:
         body = {"messages": QUESTION, "reasoning_effort": "high", "enable_thinking": True}
         answer = await client.post("/v1/chat/completions", json=body)
     assert set(answer.headers["x-headrace-ignored"].split(",")) == {"reasoning_effort", "enable_thinking"}
+
+
+async def test_a_demanded_call_begins_behind_the_thinking() -> None:
+    engine = ScriptedEngine(saying(f"Hm</think>{CALL}"))
+    body = {"messages": QUESTION, "tools": [CLOCK], "tool_choice": "required"}
+    async with asgi_client(make_app(engine, template=OPENS)) as client:
+        choice = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        await client.post("/v1/chat/completions", json={**body, "enable_thinking": False})
+    assert (choice["message"]["reasoning"], choice["finish_reason"]) == ("Hm", "tool_calls")
+    after = [request.params.grammar.after_token_ids for request in engine.requests if request.params.grammar]
+    assert after == [tuple(tokenizer().encode("</think>", add_special_tokens=False)), ()]
