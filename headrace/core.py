@@ -28,15 +28,15 @@ import msgspec
 import zmq
 
 from headrace.config.errors import ConfigError
-from headrace.config.model_files import ModelFiles, open_model
+from headrace.config.model_files import open_model
 from headrace.config.settings import EngineSettings
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
 from headrace.runtime.devices import choose_kernels, instruction_set
-from headrace.runtime.grammar import Grammar, GrammarError
-from headrace.runtime.grammar_store import GrammarStore
+from headrace.runtime.grammar_gate import GrammarGate
+from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes
 from headrace.runtime.profile import StepProfile
 from headrace.runtime.runner import BrokenSequences, Runner
@@ -68,10 +68,7 @@ class EngineCore:
         with phases.measure("device"):
             kernels = choose_kernels(settings, files.config)
         memory_bytes, taken_bytes = device_memory_bytes(kernels.device)
-        self._grammars = GrammarStore(lambda: _grammar_compiler(files, settings))
-        self._awaiting: dict[str, ipc.AddRequest] = {}
-        """Requests whose grammar is being compiled; the scheduler has not heard of them."""
-        self._refused: list[tuple[str, Refusal]] = []
+        self._grammars = GrammarStore(lambda: compiler_of(files, settings.tokenizer))
         self._runner = Runner(files, kernels, self._grammars.find)
         with phases.measure("weights"):
             self._runner.load(
@@ -99,6 +96,7 @@ class EngineCore:
                 step_time_target_s=step_time_target_s,
             )
         )
+        self.gate = GrammarGate(self._grammars, self._scheduler)
         self.info = ipc.EngineInfo(
             model=settings.model,
             family=files.config.family,
@@ -127,46 +125,18 @@ class EngineCore:
         """A step can be done."""
         return self._scheduler.has_work
 
-    @property
-    def awaits_grammars(self) -> bool:
-        return bool(self._awaiting)
-
-    @property
-    def wake(self) -> int:
-        """A file descriptor that can be read when an awaited grammar is ready: then `step` has more to do."""
-        return self._grammars.wake
-
-    def wait_for_grammar(self) -> None:
-        """Until `step` has more to do."""
-        self._grammars.wait()
-
     def add(self, request: ipc.AddRequest) -> Refusal | None:
         """Queue a request; a Refusal if it can never run or the queue is full. One with a grammar is queued when that
-        is compiled, by `step`, and may be refused then: see `take_refused`."""
-        spec, request_id = request.params.grammar, request.request_id
-        if spec is None:
-            return self._scheduler.add(request)
-        if request_id in self._awaiting or self._scheduler.knows(request_id):
-            return Refusal("invalid_request", f"The request id {request_id!r} is in use already.")
-        if len(self._awaiting) >= self._scheduler.settings.max_num_queued_reqs:
-            message = f"The grammars of {len(self._awaiting)} requests are being compiled. Try again later."
-            return Refusal("queue_full", message)
-        if self._grammars.hold(request_id, spec):
-            return self._queue(request)
-        self._awaiting[request_id] = request
-        return None
-
-    def take_refused(self) -> list[tuple[str, Refusal]]:
-        """Requests that were refused since the last call, after they had been added."""
-        refused, self._refused = self._refused, []
-        return refused
+        is compiled, by `step`, and may be refused then: see `gate`."""
+        return self.gate.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a sequence, or all of a request; one that is not known is no error."""
-        if index is None:
-            self._awaiting.pop(request_id, None)
         self._scheduler.abort(request_id, index)
-        self._let_go(request_id)
+        if index is None:
+            self.gate.forget(request_id)
+        else:
+            self.gate.ended(request_id)
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no sequence holds; how many there were."""
@@ -195,8 +165,7 @@ class EngineCore:
 
         A step that raises is done again in halves, until only what is at fault ends (finish_reason "error").
         """
-        if self._awaiting:
-            self._queue_ready()
+        self.gate.open()
         started = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
@@ -204,38 +173,11 @@ class EngineCore:
         outputs = self._execute(plan)
         for output in outputs:
             if output.finish_reason is not None:
-                self._let_go(output.request_id)
+                self.gate.ended(output.request_id)
         stats = self._scheduler.stats(time.perf_counter() - started)
         if self.settings.trace_steps:
             logger.info("%s", trace_line(plan, stats))
         return ipc.StepOutput(outputs=outputs, stats=stats)
-
-    def _queue_ready(self) -> None:
-        """Queue, or refuse, the requests whose grammar has been compiled."""
-        self._grammars.clear_wake()
-        for request_id, request in list(self._awaiting.items()):
-            assert request.params.grammar is not None
-            try:
-                if not self._grammars.take(request.params.grammar):
-                    continue
-                refused = self._queue(request)
-            except GrammarError as error:
-                self._grammars.release(request_id)
-                refused = Refusal("invalid_grammar", str(error), error.field or None)
-            del self._awaiting[request_id]
-            if refused is not None:
-                self._refused.append((request_id, refused))
-
-    def _queue(self, request: ipc.AddRequest) -> Refusal | None:
-        refused = self._scheduler.add(request)
-        if refused is not None:
-            self._grammars.release(request.request_id)
-        return refused
-
-    def _let_go(self, request_id: str) -> None:
-        """Of a request's grammar, if the request is over."""
-        if request_id not in self._awaiting and not self._scheduler.knows(request_id):
-            self._grammars.release(request_id)
 
     def _execute(self, plan: Plan) -> list[ipc.SequenceOutput]:
         try:
@@ -274,15 +216,6 @@ class EngineCore:
                 settings = msgspec.structs.replace(settings, kv_cache_memory_bytes=smaller)
             else:
                 return dataclasses.replace(plan, notes=(*notes, *plan.notes))
-
-
-def _grammar_compiler(files: ModelFiles, settings: EngineSettings) -> Callable[[ipc.GrammarSpec], Grammar]:
-    """Imported with the first grammar: the library and the tokenizer take 40 MB, which most engines never need."""
-    from headrace.runtime.grammar_source import GrammarCompiler
-    from headrace.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(files, Path(settings.tokenizer) if settings.tokenizer is not None else None)
-    return GrammarCompiler(tokenizer, files.config.vocab_size).compile
 
 
 class _Phases:
@@ -385,10 +318,10 @@ class CoreLoop:
 
     def _run(self, core: EngineCore) -> None:
         wait_ms: int | None = None
-        self._poller.register(core.wake, zmq.POLLIN)
+        self._poller.register(core.gate.wake, zmq.POLLIN)
         while self._receive(core, wait_ms):
             output = core.step()
-            for request_id, refusal in core.take_refused():
+            for request_id, refusal in core.gate.take_refused():
                 self._send_refused(request_id, refusal)
             wait_ms = 0 if core.has_work else None
             if output is not None:

@@ -45,11 +45,11 @@ def run(core: EngineCore, requests: Iterable[AddRequest], max_steps: int = 20_00
         assert refusal is None, refusal
     for _ in range(max_steps):
         if not core.has_work:
-            if not core.awaits_grammars:
+            if not core.gate.is_waiting:
                 break
-            core.wait_for_grammar()
+            core.gate.wait()
         output = core.step()
-        assert not (refused := core.take_refused()), refused
+        assert not (refused := core.gate.take_refused()), refused
         if output is not None:
             collect(output.outputs, sequences)
     assert not core.has_work, "requests were left unfinished"

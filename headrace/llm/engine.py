@@ -269,11 +269,11 @@ class LLM:
                 if not open_requests:
                     break
                 step = core.step()
-                if refusals := core.take_refused():
+                if refusals := core.gate.take_refused():
                     request_id, refused = refusals[0]
                     raise ValueError(f"prompt {places[request_id]}: {refused.message}")
-                if step is None and core.awaits_grammars:
-                    core.wait_for_grammar()
+                if step is None and core.gate.is_waiting:
+                    core.gate.wait()
                     continue
                 if step is None:
                     raise RuntimeError("requests wait and none can be scheduled: this is a fault of the scheduler")

@@ -11,7 +11,8 @@ Blanks are bounded here, by a pattern that the grammar library applies once wher
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -128,9 +129,47 @@ def schema_text(schema: object, field: str, blanks: str = BLANKS) -> str:
         raise errors.invalid_value(field, f"`{field}` must be a JSON Schema: an object, or true for any JSON.")
     check_depth(schema, field)
     options = {"whitespace_pattern": blanks} if blanks else {"whitespace_flexible": False}
-    text = _encode({**schema, _OPTIONS: options}).decode()
+    text = _encode({**changed(schema, _with_real_dates), _OPTIONS: options}).decode()
     check_size(text, field)
     return text
+
+
+def changed(schema: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """The schema with `change` made to it and to every schema inside, innermost first."""
+
+    def inside(value: object) -> object:
+        if isinstance(value, Mapping):
+            return changed(value, change)
+        return [inside(item) for item in value] if isinstance(value, list) else value
+
+    own: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _BY_NAME and isinstance(value, Mapping):
+            own[keyword] = {name: inside(item) for name, item in value.items()}
+        else:
+            own[keyword] = value if keyword in _VALUES else inside(value)
+    return change(own)
+
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas, whatever they look like."""
+
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LONG_MONTHS, _SHORT_MONTHS = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_MONTH_AND_DAY = f"(?:{_LONG_MONTHS}|{_SHORT_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"(?:{_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_DATES = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""The library's own let a 29th of February and a 60th second stand where there is none."""
+
+
+def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
+    pattern = _DATES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is None or "pattern" in schema:
+        return schema
+    return {**{name: value for name, value in schema.items() if name != "format"}, "pattern": pattern}
 
 
 def check_size(text: str, field: str) -> None:

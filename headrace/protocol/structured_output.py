@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.protocol import errors
-from headrace.protocol.grammar_text import BLANKS, check_depth, check_size, json_schema_grammar
+from headrace.protocol.grammar_text import BLANKS, changed, check_depth, check_size, json_schema_grammar
 from headrace.protocol.ipc import GrammarSpec
 from headrace.protocol.sampling import AnySchema, SamplingFields
 from headrace.protocol.structural_tag import structural_tag_grammar
@@ -161,8 +161,9 @@ def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int]) ->
     if asked.json_ is not None:
         schema = schema_of(asked.json_, field)
         check_depth(schema, field)
-        closed = _closed(schema) if asked.disable_additional_properties else schema
-        return json_schema_grammar(closed, field, blanks=blanks)
+        if asked.disable_additional_properties and isinstance(schema, Mapping):
+            schema = changed(schema, _closed)
+        return json_schema_grammar(schema, field, blanks=blanks)
     if asked.regex:
         return _text("regex", asked.regex, field)
     if asked.choice:
@@ -242,22 +243,8 @@ def _checked_blanks(field: str, pattern: str | None) -> str:
     return pattern
 
 
-def _closed(schema: object) -> object:
-    """The schema with `additionalProperties` false in every object of named properties that does not say."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, Mapping):
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """No other properties than those that are named, unless the schema says something of them."""
+    if "properties" not in schema or "additionalProperties" in schema:
         return schema
-    closed: dict[str, object] = {}
-    for keyword, value in schema.items():
-        if keyword in _OF_SCHEMAS and isinstance(value, Mapping):
-            closed[keyword] = {name: _closed(item) for name, item in value.items()}
-        else:
-            closed[keyword] = value if keyword in ("const", "enum", "default", "examples") else _closed(value)
-    if "properties" in closed:
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has schemas by names."""
+    return {**schema, "additionalProperties": False}

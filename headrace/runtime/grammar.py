@@ -23,7 +23,10 @@ Mask = NDArray[np.uint32]
 Tokens = NDArray[np.int32]
 
 MAX_DIGITS = 20
-"""In a row in a number of JSON: no 64-bit integer and no exact decimal of a double has more."""
+"""Of an integer in JSON: none of 64 bits has more."""
+MAX_DECIMAL_DIGITS = 13
+"""Of a number with a point. With one more token of digits they are 15: so many a double keeps apart, and a number that
+is less than a limit is not rounded to it."""
 MAX_EXPONENT_DIGITS = 2
 MASK_S, MASKS_AHEAD_S = 0.002, 0.1
 """Processor time that a sequence's masks may take: so much for each token, and so much before it counts. Usual ones
@@ -46,10 +49,11 @@ class DeadEnd(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
-    """Of the model's tokens: their bytes, and which of them begin with a digit."""
+    """Of the model's tokens: their bytes, and which of them begin with a digit, or with a zero."""
 
     token_bytes: Sequence[bytes]
     digits: Mask
+    zeros: Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +97,11 @@ class GrammarState:
         if self.matcher.is_stopped() and not self.matcher.is_accepting():
             raise DeadEnd(_REASONS.get(self.matcher.stop_reason(), "no text that follows would fit it"))
         if self._holds_json and self._number_is_long():
-            shorter = mask & ~self._tokens.digits
-            if shorter.any():
-                return shorter
+            # Where only digits may come, such as behind -44.000 for less than -44, a zero would only put it off.
+            for unwanted in (self._tokens.digits, self._tokens.zeros):
+                shorter = mask & ~unwanted
+                if shorter.any():
+                    return shorter
         return mask
 
     def is_complete(self, generated: Tokens) -> bool:
@@ -132,7 +138,8 @@ class GrammarState:
             return False
         if number["exponent"]:
             return len(number["exponent"].lstrip(b"eE+-")) >= MAX_EXPONENT_DIGITS
-        return len(number["body"].rpartition(b".")[2]) >= MAX_DIGITS
+        whole, point, decimals = number["body"].partition(b".")
+        return len(whole + decimals) >= MAX_DECIMAL_DIGITS if point else len(whole) >= MAX_DIGITS
 
 
 def mask_of(token_ids: Sequence[int] | Tokens, num_words: int) -> Mask:

@@ -48,7 +48,9 @@ class GrammarCompiler:
         token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(known)] + [b""] * (vocab_size - known)
         stops = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
         digits = [token_id for token_id, text in enumerate(token_bytes) if text[:1].isdigit()]
-        self._kinds = TokenKinds(token_bytes, mask_of(digits, -(-vocab_size // 32)))
+        zeros = [token_id for token_id in digits if token_bytes[token_id].startswith(b"0")]
+        words = -(-vocab_size // 32)
+        self._kinds = TokenKinds(token_bytes, mask_of(digits, words), mask_of(zeros, words))
         # A model without an end token has one here that it never generates, so its answers end by being complete.
         view: Any = _LibraryView(token_bytes, tokenizer, stops[0] if stops else vocab_size - 1)
         self._library = llguidance.LLTokenizer(view, n_vocab=vocab_size, eos_token=stops or None)

@@ -14,7 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
+from headrace.config.model_files import ModelFiles
 from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.grammar import Grammar, GrammarError
 
@@ -128,6 +130,15 @@ class GrammarStore:
         spare = [key for key in self._ready if key not in self._held]
         for key in spare[: max(0, len(spare) - KEPT)]:
             del self._ready[key]
+
+
+def compiler_of(files: ModelFiles, tokenizer_path: str | None) -> Compile:
+    """Imported with the first grammar: the library and the tokenizer take 50 MB, which most engines never need."""
+    from headrace.runtime.grammar_source import GrammarCompiler
+    from headrace.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(files, None if tokenizer_path is None else Path(tokenizer_path))
+    return GrammarCompiler(tokenizer, files.config.vocab_size).compile
 
 
 def _key(spec: GrammarSpec) -> Key:

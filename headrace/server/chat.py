@@ -16,7 +16,6 @@ from headrace.protocol import errors, openai_chat
 from headrace.protocol.answers import AnswerHead, Delta
 from headrace.protocol.openai_chat import ChatAnswer, ChatFields
 from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
-from headrace.protocol.structured_output import asked_grammar
 from headrace.protocol.tools import ToolRequest, tool_request
 from headrace.server.best_of import best_choices
 from headrace.server.chat_format import ChatFormat
@@ -101,7 +100,7 @@ async def begin_chat(
     token_ids = serving.truncated(prompt.token_ids, sampling, max_tokens or 1)
     if shortens_answer and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, limits.max_model_len - len(token_ids)))
-    grammar = asked_grammar(sampling, serving.tokenizer.special_token_ids)
+    grammar = await serving.grammar(exchange, sampling)
     after = format.closing_ids if prompt.is_thinking else ()
     if grammar is not None and after:
         grammar = msgspec.structs.replace(grammar, after_token_ids=after)

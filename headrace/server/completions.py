@@ -10,7 +10,6 @@ from headrace.protocol import errors, openai_completions
 from headrace.protocol.answers import Delta
 from headrace.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionFields, Prompt
 from headrace.protocol.sampling import sampling_params, text_rules
-from headrace.protocol.structured_output import asked_grammar
 from headrace.protocol.token_limits import check_token_ids
 from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate_all
@@ -30,7 +29,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     logprobs = openai_completions.asked_logprobs(fields, limits.max_logprobs)
     only_scores = openai_completions.only_scores(fields, sampling.max_tokens, sampling.prompt_logprobs)
     bad_words = await serving.bad_words(sampling)
-    grammar = asked_grammar(sampling, serving.tokenizer.special_token_ids)
+    grammar = await serving.grammar(exchange, sampling)
     priority = serving.priority(sampling)
     prompts = openai_completions.prompts(fields)
 

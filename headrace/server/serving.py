@@ -22,8 +22,9 @@ from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import ControlAction, EngineInfo, StepStats
+from headrace.protocol.ipc import ControlAction, EngineInfo, GrammarSpec, StepStats
 from headrace.protocol.sampling import ModelLimits, SamplingFields
+from headrace.protocol.structured_output import asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.chat_format import ChatFormat
 from headrace.server.engine_state import State
@@ -218,6 +219,12 @@ class Serving:
                 return bad_word_tokens(self.tokenizer, words)
 
         return await self.aside(sum(map(len, words)), work)
+
+    async def grammar(self, exchange: Exchange, fields: SamplingFields) -> GrammarSpec | None:
+        """What the answer must match. Raises ApiError (400)."""
+        length = exchange.headers.get("content-length", "")
+        special = self.tokenizer.special_token_ids
+        return await self.aside(int(length) if length.isdigit() else None, lambda: asked_grammar(fields, special))
 
     def truncated(self, token_ids: list[int], fields: SamplingFields, max_tokens: int) -> list[int]:
         """The prompt as `truncate_prompt_tokens` leaves it. Raises ApiError (400)."""

@@ -206,24 +206,24 @@ def test_a_request_that_waits_for_its_grammar_holds_up_nobody(model: Path) -> No
         {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(1500)}}, "guided_json"
     )
     assert core.add(request("waits", PROMPT, max_tokens=5, grammar=slow)) is None
-    assert core.awaits_grammars and not core.has_work
+    assert core.gate.is_waiting and not core.has_work
     assert core.add(request("goes", PROMPT, max_tokens=3)) is None
     done = False
     while not done:
         step = core.step()
         assert step is not None
         done = any(output.request_id == "goes" and output.finish_reason for output in step.outputs)
-    assert core.awaits_grammars
+    assert core.gate.is_waiting
     core.abort("waits")
-    assert not core.awaits_grammars
+    assert not core.gate.is_waiting
 
 
 def test_a_grammar_that_is_none_is_refused_with_the_field(model: Path) -> None:
     core = engine(model)
     bad = ipc.GrammarSpec(kind="regex", text="(", field="guided_regex")
     assert core.add(request("bad", PROMPT, max_tokens=5, grammar=bad)) is None
-    core.wait_for_grammar()
+    core.gate.wait()
     assert core.step() is None
-    [(request_id, refusal)] = core.take_refused()
+    [(request_id, refusal)] = core.gate.take_refused()
     assert (request_id, refusal.code, refusal.param) == ("bad", "invalid_grammar", "guided_regex")
-    assert not core.awaits_grammars and core.take_refused() == []
+    assert not core.gate.is_waiting and core.gate.take_refused() == []

@@ -169,8 +169,11 @@ def test_exponents_in_json_are_bounded_and_digits_in_strings_are_not(
     assert "3" not in after(numbers, "[1e-22")
     assert "3" not in after(numbers, "[-" + 20 * "7")
     assert "3" in after(numbers, "[" + 19 * "7")
-    assert "3" in after(numbers, "[0." + 19 * "7")
-    assert "3" not in after(numbers, "[0." + 20 * "7")
+    assert "3" in after(numbers, "[0." + 11 * "7")
+    assert "3" not in after(numbers, "[0." + 12 * "7")
+    less = {"type": "number", "minimum": -45, "exclusiveMaximum": -44}
+    assert "0" in after(less, "-44.00000000")
+    assert "0" not in after(less, "-44.00000000000") and "3" in after(less, "-44.00000000000")
     assert "3" in after({"type": "string"}, '"' + 40 * "7")
     only_digits = compiler.compile(lark_grammar('start: "[" /[0-9]{40}/ "]"', "f")).start()
     assert allowed(only_digits, tokenizer.encode("[" + 25 * "7", add_special_tokens=False))
@@ -472,3 +475,16 @@ def test_structural_formats_combine(compiler: GrammarCompiler, tokenizer: Tokeni
 def test_a_grammar_of_our_own_lark(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(lark_grammar('start: "a" | "b"', "f"))
     assert accepts(grammar, tokenizer, "b") and not accepts(grammar, tokenizer, "c")
+
+
+def test_dates_and_times_are_ones_that_exist(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    def texts(format: str, *tried: str) -> list[bool]:
+        schema = {"type": "object", "properties": {"at": {"type": "string", "format": format}}, "required": ["at"]}
+        grammar = compiler.compile(json_schema_grammar(schema, "f"))
+        return [accepts(grammar, tokenizer, json.dumps({"at": text}, separators=(",", ":"))) for text in tried]
+
+    assert texts("date", "2024-02-29", "2000-02-29", "1999-12-31") == [True, True, True]
+    assert texts("date", "2023-02-29", "1900-02-29", "2023-04-31", "0000-01-01", "2023-1-1") == [False] * 5
+    assert texts("time", "23:59:59Z", "00:00:00.123456+05:30") == [True, True]
+    assert texts("time", "23:59:60Z", "24:00:00Z", "12:00:00") == [False] * 3
+    assert texts("date-time", "2024-02-29T00:00:00Z", "2023-02-29T00:00:00Z") == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from headrace.config.errors import ConfigError
 from headrace.llm.progress import BatchProgress
 from headrace.protocol.ipc import SequenceOutput
@@ -236,3 +237,22 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.Monk
     with BatchProgress(None, shown=False, out=(silent := io.StringIO())) as progress:
         progress.add_tokens(5)
     assert silent.getvalue() == ""
+
+
+def test_answers_match_what_their_parameters_demand_beside_free_ones(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[ab]{3}!")),
+        SamplingParams(max_tokens=20, guided_decoding=GuidedDecodingParams(choice=["left", "right"]), n=2),
+        GREEDY,
+    ]
+    matched, chosen, free = quiet(llm, ["x", "y", "z"], params)
+    assert re.fullmatch("[ab]{3}!", matched.outputs[0].text) and matched.outputs[0].finish_reason == "stop"
+    assert {output.text for output in chosen.outputs} <= {"left", "right"} and len(chosen.outputs) == 2
+    assert free.outputs[0].token_ids == quiet(llm, ["z"])[0].outputs[0].token_ids
+
+
+def test_a_grammar_that_cannot_be_used_names_its_prompt(llm: LLM) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    with pytest.raises(ValueError, match=r"prompt 1: .*(?s:.*)unclosed group"):
+        quiet(llm, ["x", "y"], [GREEDY, bad])
+    assert len(quiet(llm, ["x"])) == 1

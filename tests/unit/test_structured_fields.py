@@ -1,0 +1,136 @@
+"""From a request's fields to the one grammar that they mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.llm import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from headrace.protocol.errors import ApiError
+from headrace.protocol.grammar_text import BLANKS, MAX_SCHEMA_DEPTH
+from headrace.protocol.ipc import GrammarSpec
+from headrace.protocol.sampling import ModelLimits, SamplingFields, sampling_params
+from headrace.protocol.structured_output import asked_grammar
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def grammar(**fields: Any) -> GrammarSpec | None:
+    return asked_grammar(msgspec.convert(fields, SamplingFields), {})
+
+
+def schema_in(spec: GrammarSpec | None) -> dict[str, Any]:
+    assert spec is not None and spec.kind == "json_schema"
+    schema: dict[str, Any] = json.loads(spec.text)
+    return schema
+
+
+def test_every_spelling_of_a_schema_means_the_same() -> None:
+    specs = [
+        grammar(guided_json=SCHEMA),
+        grammar(guided_json=json.dumps(SCHEMA)),
+        grammar(json_schema=SCHEMA),
+        grammar(structured_outputs={"json": SCHEMA}),
+        grammar(structured_outputs={"json": json.dumps(SCHEMA), "_backend": "auto"}),
+        grammar(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
+        grammar(response_format={"type": "json_schema", "schema": SCHEMA}),
+        grammar(response_format={"type": "json_object", "schema": SCHEMA}),
+    ]
+    assert {spec.text for spec in specs if spec is not None} == {specs[0].text if specs[0] else ""}
+    assert len({spec.field for spec in specs if spec is not None}) == 5
+
+
+def test_any_object_and_any_json_are_told_apart() -> None:
+    assert schema_in(grammar(response_format={"type": "json_object"}))["type"] == "object"
+    assert schema_in(grammar(structured_outputs={"json_object": True}))["type"] == "object"
+    assert set(schema_in(grammar(guided_json={}))) == {"x-guidance"}
+    assert set(schema_in(grammar(structured_outputs={"json": {}}))) == {"x-guidance"}
+    assert set(schema_in(grammar(json_schema=True))) == {"x-guidance"}
+
+
+def test_a_schema_cannot_loosen_its_own_grammar() -> None:
+    spec = grammar(guided_json={**SCHEMA, "x-guidance": {"lenient": True}})
+    assert schema_in(spec)["x-guidance"] == {"whitespace_pattern": BLANKS}
+
+
+def test_blanks_are_as_asked_for() -> None:
+    def options(**fields: Any) -> Any:
+        return schema_in(grammar(**fields))["x-guidance"]
+
+    assert options(guided_json={}, guided_whitespace_pattern=r"\s?") == {"whitespace_pattern": r"\s?"}
+    assert options(guided_json={}, guided_whitespace_pattern="") == {"whitespace_flexible": False}
+    assert options(structured_outputs={"json": {}, "whitespace_pattern": " "}) == {"whitespace_pattern": " "}
+    assert options(structured_outputs={"json_object": True, "disable_any_whitespace": True}) == {
+        "whitespace_flexible": False
+    }
+
+
+def test_properties_can_be_closed_everywhere_but_in_data() -> None:
+    inner = {"properties": {"properties": {"const": {"properties": {}}}, "open": {"additionalProperties": True}}}
+    asked = {"structured_outputs": {"json": {"$defs": {"d": inner}}, "disable_additional_properties": True}}
+    closed = schema_in(grammar(**asked))["$defs"]["d"]
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["properties"] == {"const": {"properties": {}}}
+    assert closed["properties"]["open"] == {"additionalProperties": True}
+    assert "additionalProperties" not in closed["properties"]
+
+
+def test_choices_are_kept_once_and_in_order() -> None:
+    spec = grammar(guided_choice=["b", "a", "b", 'q"'])
+    assert spec is not None and json.loads(spec.text) == ["b", "a", 'q"']
+
+
+@pytest.mark.parametrize("depth", [MAX_SCHEMA_DEPTH, 5000])
+@pytest.mark.parametrize("where", ["guided_json", "structural_tag", "structured_outputs"])
+def test_what_is_nested_too_deeply_is_refused_however_deep(where: str, depth: int) -> None:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"items": value}
+    field: dict[str, Any] = {
+        "guided_json": value,
+        "structural_tag": {"format": value},
+        "structured_outputs": {"json": value, "disable_additional_properties": True},
+    }
+    with pytest.raises(ApiError, match="levels deep") as caught:
+        asked_grammar(SamplingFields(**{where: field[where]}), {})
+    assert caught.value.status == 400
+
+
+def test_an_end_token_ends_a_constrained_answer_also_where_it_is_ignored() -> None:
+    limits = ModelLimits(max_model_len=100, vocab_size=50, eos_token_ids=(7,))
+
+    def stops(grammar: GrammarSpec | None) -> tuple[int, ...]:
+        fields = SamplingFields(ignore_eos=True, stop_token_ids=[9])
+        own = {"prompt_tokens": 1, "where": "prompt", "max_tokens": 5, "fresh_seed": lambda: 0}
+        return sampling_params(fields, {}, limits, grammar=grammar, **own).stop_token_ids  # type: ignore[arg-type]
+
+    assert stops(None) == (9,)
+    assert stops(GrammarSpec(kind="regex", text="a")) == (7, 9)
+
+
+def test_in_python_it_is_spelled_as_in_vllm() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Wheel", width=(int, ...))
+
+    def text(**params: Any) -> str:
+        spec = asked_grammar(SamplingParams(**params).fields(), {})
+        assert spec is not None
+        return spec.text
+
+    as_text = text(structured_outputs=StructuredOutputsParams(json=model))
+    assert json.loads(as_text)["properties"]["width"]["type"] == "integer"
+    assert text(guided_decoding=GuidedDecodingParams(json=model.model_json_schema(), backend="outlines")) == as_text
+    assert text(structured_outputs={"json": json.dumps(model.model_json_schema())}) == as_text
+    assert text(structured_outputs=StructuredOutputsParams(regex="a+")) == "a+"
+    assert text(guided_decoding=GuidedDecodingParams(choice=["x"])) == '["x"]'
+    with pytest.raises(ValueError, match="exactly one of"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"]))
+    with pytest.raises(ValueError, match="mean the same"):
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="a"), guided_decoding=GuidedDecodingParams(regex="a")
+        )
+    with pytest.raises(ValueError, match="not JSON"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json="{"))
