@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup native run test test-services test-long test-gpu lint format bench bench-gateway
+.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-gateway
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo 'make setup          everything into .venv: the server, the tests, the lint tools'
 	@echo 'make native         compile the CPU kernels again after a change in csrc/'
 	@echo 'make test           tests that need pip packages only'
+	@echo 'make test-native-sanitized  every CPU kernel under AddressSanitizer and UBSan'
 	@echo 'make test-services  tests with other programs: Node.js with npm clients, PostgreSQL'
 	@echo 'make test-long      soak tests'
 	@echo 'make test-gpu       tests for a machine with an NVIDIA GPU'
@@ -61,6 +62,10 @@ run: $(VENV)/.setup-stamp $(KERNELS)
 
 test: $(VENV)/.dev-stamp $(KERNELS)
 	$(BIN)/python -m pytest tests/unit tests/kernels tests/parity tests/api tests/gateway tests/faults $(ARGS)
+
+test-native-sanitized: | $(VENV)/.setup-stamp
+	@$(BIN)/python csrc/build.py --sanitized build/sanitized/kernels
+	@build/sanitized/kernels $(ARGS)
 
 test-services: $(VENV)/.dev-stamp $(KERNELS)
 	@for program in node npm; do command -v $$program >/dev/null || { echo "tests/services needs $$program (Debian, Ubuntu: apt-get install nodejs npm)" >&2; exit 2; }; done

@@ -10,6 +10,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace headrace {
 
 namespace {
@@ -34,6 +38,10 @@ struct Scratch {
       data = larger;
       bytes = rounded;
     }
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_UNPOISON_MEMORY_REGION(data, wanted);
+    ASAN_POISON_MEMORY_REGION(static_cast<char*>(data) + wanted, bytes - wanted);
+#endif
     return data;
   }
 };

@@ -65,7 +65,9 @@ def test_a_norm_is_its_formula_over_the_row_or_each_of_its_heads(kernels: Native
 def test_a_norm_with_a_residual_gives_the_sum_and_its_norm(kernels: NativeKernels, width: int) -> None:
     x, residual, weight = random(7, width), random(7, width, seed=1), random(width, seed=2)
     handle = kernels.prepare_vector(weight)
-    both = [kernels.evaluate(lambda _, *xs: kernels.add_rms_norm(*xs, handle, 1e-5)[i], [x, residual]) for i in (0, 1)]  # noqa: B023
+    both = [
+        kernels.evaluate(lambda _, x, r: kernels.add_rms_norm(x, r, handle, 1e-5)[i], [x, residual]) for i in (0, 1)
+    ]  # noqa: B023
     np.testing.assert_array_equal(both[1], x + residual)
     np.testing.assert_allclose(both[0], exact_norm(x + residual, weight, 1e-5), rtol=2e-6, atol=1e-7)
 
