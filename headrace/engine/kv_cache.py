@@ -21,9 +21,9 @@ sequence finds there is loaded into blocks of its own, and both are moves of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, product
 
 from headrace.config.kv_blocks import KVBlocks
 from headrace.engine.block_hash import BlockKey, block_key
@@ -50,22 +50,15 @@ class Prefix:
         return [block_id for own in self.block_ids for block_id in own if block_id != NO_BLOCK]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Found:
     """Where one group's blocks of a sequence are, from its first block on: each in the cache, in a slot or nowhere."""
 
-    block_ids: list[int] = field(default_factory=list)
-    slots: list[int | None] = field(default_factory=list)
-    run: int = 0
-    """How many were found without a break up to the last one."""
-    num_in_slots: list[int] = field(default_factory=lambda: [0])
-    """Among the first 0, 1, 2 ... blocks."""
+    block_ids: list[int]
+    slots: list[int | None]
 
-    def add(self, block_id: int | None, slot: int | None) -> None:
-        self.block_ids.append(NO_BLOCK if block_id is None else block_id)
-        self.slots.append(slot)
-        self.run = 0 if block_id is None and slot is None else self.run + 1
-        self.num_in_slots.append(self.num_in_slots[-1] + (slot is not None))
+    def has(self, i: int) -> bool:
+        return self.block_ids[i] != NO_BLOCK or self.slots[i] is not None
 
 
 class KVCache:
@@ -109,42 +102,57 @@ class KVCache:
         unless computing its end again is faster than fetching that from the tier."""
         if not self.names_blocks:
             return self.nothing
-        found, lengths = self._search(seq)
-        if not lengths:
-            return self.nothing
-        longest = lengths[-1]
-        if self.tier is not None and any(own.num_in_slots[longest] for own in found):
-            best = max([0, *lengths], key=lambda count: (self._gain_s(found, count), count))
+        most = (len(seq.token_ids) - 1) // self.block_size
+        self._extend_keys(seq, most)
+        found, end = [], most
+        for group, window in enumerate(self.blocks.windows):
+            found.append(self._find(group, seq.block_keys[:end], unbroken=window is None))
+            end = len(found[-1].block_ids)
+        longest = next(self._lengths(found, end), 0)
+        if any(slot is not None for own in found for slot in own.slots):
+            best = self._best_length(found, end)
             if best < longest and not self.moves.tried_anyway():
                 longest = best
         return self._prefix(found, longest)
 
-    def _search(self, seq: Sequence) -> tuple[list[_Found], list[int]]:
-        """Where the blocks are, and for how many of them a sequence could start behind them."""
-        most = (len(seq.token_ids) - 1) // self.block_size
-        self._extend_keys(seq, most)
-        windows, tier = self.blocks.windows, self.tier
-        found = [_Found() for _ in windows]
-        lengths = []
-        for i, key in enumerate(seq.block_keys[:most]):
-            for group, own in enumerate(found):
-                block_id = self.pool.find(group, key)
-                own.add(block_id, tier.find(group, key) if block_id is None and tier is not None else None)
-            if any(own.run == 0 and window is None for own, window in zip(found, windows, strict=True)):
-                break
-            if all(own.run >= i + 1 - first for own, first in zip(found, self._firsts(i + 1), strict=True)):
-                lengths.append(i + 1)
-        return found, lengths
+    def _find(self, group: int, keys: list[BlockKey], unbroken: bool) -> _Found:
+        """As far as all are found if `unbroken`."""
+        found = _Found([], [])
+        for key in keys:
+            block_id, slot = self.pool.find(group, key), None
+            if block_id is None:
+                slot = self.tier.find(group, key) if self.tier is not None else None
+                if slot is None and unbroken:
+                    break
+            found.block_ids.append(NO_BLOCK if block_id is None else block_id)
+            found.slots.append(slot)
+        return found
+
+    def _lengths(self, found: list[_Found], end: int) -> Iterator[int]:
+        """For how many of the blocks up to `end` a sequence could start behind them, the most first."""
+        runs = [
+            (window, list(accumulate(map(own.has, range(end)), lambda run, has: (run + 1) * has, initial=0)))
+            for own, window in zip(found, self.blocks.windows, strict=True)
+            if window is not None
+        ]
+        for count in range(end, 0, -1):
+            start = count * self.block_size
+            if all(run[count] >= count - self.blocks.first_seen(window, start) for window, run in runs):
+                yield count
+
+    def _best_length(self, found: list[_Found], end: int) -> int:
+        """The one that saves most time, of equal ones the longest; 0 where fetching is slower than computing."""
+        in_slots = [list(accumulate((slot is not None for slot in own.slots), initial=0)) for own in found]
+
+        def gain(count: int) -> float:
+            loads = sum(sums[count] - sums[first] for sums, first in zip(in_slots, self._firsts(count), strict=True))
+            return self._compute_s(count * self.block_size) - loads * self.moves.load_s
+
+        return max([*self._lengths(found, end), 0], key=gain)
 
     def _firsts(self, count: int) -> list[int]:
         """Of each group, the first block that the token after `count` blocks sees."""
         return [self.blocks.first_seen(window, count * self.block_size) for window in self.blocks.windows]
-
-    def _gain_s(self, found: list[_Found], count: int) -> float:
-        """What starting behind `count` blocks saves."""
-        firsts = self._firsts(count)
-        loads = sum(own.num_in_slots[count] - own.num_in_slots[f] for own, f in zip(found, firsts, strict=True))
-        return self._compute_s(count * self.block_size) - loads * self.moves.load_s
 
     def _prefix(self, found: list[_Found], count: int) -> Prefix:
         firsts = self._firsts(count)
@@ -237,21 +245,20 @@ class KVCache:
                     self.pool.publish(table[i], group, seq.block_keys[i])
         seq.num_published_blocks = full
 
-    def free(self, seq: Sequence, keep: bool) -> None:
-        """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head. Without `keep`
-        nobody will ask for what is in them."""
+    def free(self, seq: Sequence) -> None:
+        """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head."""
         for i in reversed(range(max(map(len, seq.block_tables)))):
-            block_ids = [table[i] for table in seq.block_tables if i < len(table) and table[i] != NO_BLOCK]
-            if not keep:
-                for block_id in block_ids:
-                    self.pool.forget(block_id)
-            self.pool.release(block_ids)
+            self.pool.release([t[i] for t in seq.block_tables if i < len(t) and t[i] != NO_BLOCK])
         seq.block_tables = []
-        if not keep and self.tier is not None:
-            for group, key in product(range(len(self.blocks.windows)), seq.block_keys):
-                slot = self.tier.find(group, key)
-                if slot is not None:
-                    self.tier.discard(slot)
+
+    def forget(self, seq: Sequence) -> None:
+        """Nobody will ask for what a sequence has computed."""
+        for group, key in product(range(len(self.blocks.windows)), seq.block_keys):
+            block_id = self.pool.find(group, key)
+            if block_id is not None:
+                self.pool.forget(block_id)
+            if self.tier is not None and (slot := self.tier.find(group, key)) is not None:
+                self.tier.discard(slot)
 
     # the tier
 

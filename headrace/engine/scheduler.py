@@ -20,8 +20,7 @@ large request is not starved by small ones that would fit.
 
 A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted.
 
-With `policy` "priority" the better priority (the lower number) goes first, but nobody starves: of the sequences that
-wait, the one that came first may be overtaken MOST_OVERTAKEN times, then it is the next to start.
+With `policy` "priority" the better priority (the lower number) goes first, but nobody starves (queue.py).
 
 Log-probabilities of a prompt are computed a few rows a step (draft.py), as each takes a row as wide as the vocabulary.
 The prompt is then computed from its first token, whatever the prefix cache holds.
@@ -45,6 +44,7 @@ from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.kv_cache import KVCache, Prefix
 from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, Sampled, SequenceStep, StepResult
+from headrace.engine.queue import Queue
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepLoad, StepTimeModel
@@ -52,11 +52,6 @@ from headrace.engine.tiers import HostTier
 from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
-
-QUEUE_WINDOW = 16
-"""Waiting sequences, from the head of the queue, that compete for the prefill share."""
-MOST_OVERTAKEN = 16
-"""Requests of better priority that may be started before one that came earlier."""
 
 
 class Scheduler:
@@ -77,19 +72,13 @@ class Scheduler:
         self._now = now
         self._requests: dict[str, Request] = {}
         self._running = Ranking(lambda seq: seq.rank)
-        self._waiting = Ranking(lambda seq: (seq.rank[0], seq.num_preemptions == 0, *seq.rank[1:]))
+        self._queue = Queue(settings)
         self._by_id: dict[int, Sequence] = {}
         """Running sequences by the id the runtime knows them by."""
         self._dropped: dict[int, None] = {}
         self._seq_ids = count()
         self._arrivals = count()
         self._next_step = 0
-        self._longest_waiting: Sequence | None = None
-        """Under "priority", of those that wait the one that came first; found anew for every step."""
-        self._num_queued = 0
-        """Requests of which no sequence has been started."""
-        self._num_queued_tokens = 0
-        """Of their prompts."""
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
         self._last_step = (0, 0, 0)
         self._prefix_queries_total = 0
@@ -108,7 +97,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(len(request.held) for request in self._requests.values())
+        return len(self._queue) + sum(len(request.held) for request in self._requests.values())
 
     def knows(self, request_id: str) -> bool:
         """A sequence of the request waits or runs."""
@@ -119,23 +108,10 @@ class Scheduler:
         settings = self.settings
         if message.request_id in self._requests:
             return Refusal("invalid_request", f"The request id {message.request_id!r} is in use already.")
-        refused = refusal(message, settings)
+        could_start = settings.max_running - len(self._running)
+        refused = refusal(message, settings) or self._queue.refusal(len(message.token_ids), could_start)
         if refused is not None:
             return refused
-        could_start = settings.max_running - len(self._running)
-        if self._num_queued >= settings.max_num_queued_reqs + could_start:
-            return Refusal(
-                "queue_full",
-                f"{self._num_queued} requests are waiting and the queue holds {settings.max_num_queued_reqs} "
-                "(--max-num-queued-reqs). Try again later.",
-            )
-        limit, queued = settings.max_num_queued_tokens, self._num_queued_tokens
-        if limit is not None and self._num_queued >= could_start and queued + len(message.token_ids) > limit:
-            return Refusal(
-                "queue_full",
-                f"The prompts that wait have {queued} tokens, this one has {len(message.token_ids)}, and the queue "
-                f"holds {limit} (--max-num-queued-tokens). Try again later.",
-            )
         order = next(self._arrivals)
         by_priority = settings.policy == "priority"
         request = Request(
@@ -146,8 +122,7 @@ class Scheduler:
             held=list(range(1, message.params.n)),
         )
         self._requests[message.request_id] = request
-        self._num_queued += 1
-        self._num_queued_tokens += request.num_prompt_tokens
+        self._queue.came(request)
         self._enqueue(request, index=0)
         return None
 
@@ -175,7 +150,7 @@ class Scheduler:
         token_ids = list(request.message.token_ids)
         seq = Sequence(next(self._seq_ids), request, index, token_ids, len(token_ids))
         request.sequences[index] = seq
-        self._waiting.add(seq)
+        self._queue.add(seq)
 
     def _release_forks(self, request: Request) -> None:
         """Queue the sequences held back until the first had its prompt computed (or was gone)."""
@@ -187,25 +162,22 @@ class Scheduler:
         """Take a sequence out of everything; with the last one, its request."""
         request = seq.request
         if seq.state is SequenceState.RUNNING:
-            self._stop_running(seq, keep=self.settings.enable_prefix_caching)
+            self._stop_running(seq)
         else:
-            self._waiting.remove(seq)
+            self._queue.remove(seq)
+        if not self.settings.enable_prefix_caching:
+            self.kv_cache.forget(seq)
         seq.state = SequenceState.FINISHED
         del request.sequences[seq.index]
         self._release_forks(request)
         if not request.sequences:
             del self._requests[request.message.request_id]
             if not request.started:
-                self._left_queue(request)
+                self._queue.left(request)
 
-    def _left_queue(self, request: Request) -> None:
-        self._num_queued -= 1
-        self._num_queued_tokens -= request.num_prompt_tokens
-
-    def _stop_running(self, seq: Sequence, keep: bool) -> None:
-        """With `keep` somebody may ask for what it has computed."""
+    def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
-        self.kv_cache.free(seq, keep)
+        self.kv_cache.free(seq)
         del self._by_id[seq.seq_id]
         self._dropped[seq.seq_id] = None
 
@@ -249,27 +221,26 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
         (the tokens will be drawn again, and the same)."""
-        self._stop_running(seq, keep=True)
+        self._stop_running(seq)
         seq.seq_id = next(self._seq_ids)
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
         seq.forget_progress()
         self._preemptions_total += 1
-        self._waiting.add(seq)
+        self._queue.add(seq)
 
     def _serve_prefills(self, draft: Draft) -> None:
         prefilling = [seq for seq in self._running if seq.remaining_tokens > 1]
         admitting = not draft.preempted
-        by_priority = self.settings.policy == "priority"
-        self._longest_waiting = min(self._waiting, key=_arrival, default=None) if by_priority else None
+        self._queue.begin_step()
         self._waiting_reason = ""
         if draft.preempted:
             self._waiting_reason = "kv_cache"
-        elif len(self._waiting) > 0 and len(self._running) >= self.settings.max_running:
+        elif len(self._queue) > 0 and len(self._running) >= self.settings.max_running:
             self._waiting_reason = "max_num_seqs"
             admitting = False
         while draft.room > 0:
-            candidates = prefilling + (self._admissible() if admitting else [])
+            candidates = prefilling + (self._queue.admissible() if admitting else [])
             if draft.scored_room == 0:
                 candidates = [seq for seq in candidates if not seq.request.scores]
             if not candidates:
@@ -295,7 +266,7 @@ class Scheduler:
                     admitting = False
                     continue
                 self._start(draft, seq, prefix)
-                if len(self._waiting) > 0 and len(self._running) >= self.settings.max_running:
+                if len(self._queue) > 0 and len(self._running) >= self.settings.max_running:
                     self._waiting_reason = "max_num_seqs"
                     admitting = False
             self._give(draft, seq, num_tokens)
@@ -313,16 +284,6 @@ class Scheduler:
         wanted = seq.num_tokens - start if scored <= draft.scored_room else draft.scored_room
         return min(wanted, self._chunks.size(draft, wanted, start))
 
-    def _admissible(self) -> list[Sequence]:
-        """Waiting sequences that may be started next: a preempted one alone, then one that was overtaken too often,
-        else the first few of one priority."""
-        window = self._waiting.first(QUEUE_WINDOW)
-        if window and window[0].num_preemptions > 0:
-            return window[:1]
-        if self._longest_waiting is not None and self._longest_waiting.num_overtaken >= MOST_OVERTAKEN:
-            return [self._longest_waiting]
-        return [seq for seq in window if seq.rank[0] == window[0].rank[0]]
-
     def _prefix(self, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
         if seq.request.scores:
@@ -337,21 +298,16 @@ class Scheduler:
     def _start(self, draft: Draft, seq: Sequence, prefix: Prefix) -> None:
         """From waiting to running; `seq` has its blocks."""
         request = seq.request
-        self._waiting.remove(seq)
+        self._queue.start(seq)
         seq.state = SequenceState.RUNNING
         self._running.add(seq)
         self._by_id[seq.seq_id] = seq
-        if (longest := self._longest_waiting) is not None:
-            if seq is longest:
-                self._longest_waiting = None
-            elif _arrival(seq) > _arrival(longest) and seq.rank < longest.rank:
-                longest.num_overtaken += 1
         if seq.queue_s is None:
             seq.queue_s = max(0.0, self._now() - request.message.arrival_s)
         if not request.started:
             request.started = True
             request.num_cached_tokens = prefix.num_tokens
-            self._left_queue(request)
+            self._queue.left(request)
             if self.kv_cache.enable_prefix_caching:
                 num_loaded = len({place for _, place, _ in prefix.loads}) * self.settings.block_size
                 self._prefix_queries_total += request.num_prompt_tokens
@@ -489,7 +445,7 @@ class Scheduler:
             kv_blocks_total=self.kv_cache.pool.num_blocks,
             host_blocks_used=tier.num_used if tier is not None else 0,
             host_blocks_total=self.settings.num_host_blocks,
-            num_swapped=sum(self.kv_cache.is_swapped(seq) for seq in self._waiting) if tier is not None else 0,
+            num_swapped=sum(self.kv_cache.is_swapped(seq) for seq in self._queue) if tier is not None else 0,
             prefix_queries_total=self._prefix_queries_total,
             prefix_hits_total=self._prefix_hits_total,
             host_hits_total=self._host_hits_total,
@@ -525,22 +481,17 @@ class Scheduler:
             assert len(table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
             for block_id in table[max(first, seq.num_computed_tokens // size) :]:
                 assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
-        for seq in self._waiting:
+        for seq in self._queue:
             assert seq.state is SequenceState.WAITING
             assert not seq.block_tables
             assert seq.num_planned_tokens == 0
         alive = [seq for request in self._requests.values() for seq in request.sequences.values()]
-        assert len(alive) == len(self._running) + len(self._waiting), "a sequence is in no list, or in two"
+        assert len(alive) == len(self._running) + len(self._queue), "a sequence is in no list, or in two"
         assert len(self._by_id) == len(self._running) <= self.settings.max_running
         assert all(request.sequences for request in self._requests.values()), "a request has no sequence left"
         queued = [request.num_prompt_tokens for request in self._requests.values() if not request.started]
-        assert (self._num_queued, self._num_queued_tokens) == (len(queued), sum(queued))
+        assert (self._queue.num_requests, self._queue.num_tokens) == (len(queued), sum(queued))
         assert not self._dropped.keys() & self._by_id.keys()
-
-
-def _arrival(seq: Sequence) -> int:
-    """The order of arrival of its request."""
-    return seq.rank[2]
 
 
 def _turn(seq: Sequence) -> tuple[int, bool, int, Rank]:

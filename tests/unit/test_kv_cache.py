@@ -79,14 +79,14 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 def test_the_tail_of_a_freed_prefix_is_evicted_before_its_head() -> None:
     cache = cache_of(4)
-    cache.free(served(cache, list(range(16))), keep=True)
+    cache.free(served(cache, list(range(16))))
     cache.pool.allocate(2)
     assert cache.cached_prefix(sequence(list(range(16)))).num_tokens == 8
 
 
 def test_reviving_cached_blocks_counts_against_what_is_free() -> None:
     cache = cache_of(4)
-    cache.free(served(cache, list(range(12))), keep=True)
+    cache.free(served(cache, list(range(12))))
     seq = sequence([*range(12), *range(50, 54)])
     prefix = cache.cached_prefix(seq)
     assert prefix.num_tokens == 12
@@ -148,7 +148,7 @@ def test_blocks_before_the_window_are_given_up_and_entries_stay_in_place() -> No
     assert cache.pool.num_used == 4 + 2
     follow(cache, seq, *range(15, 40))
     assert [len(table) - first for table, first in zip(seq.block_tables, seq.first_blocks, strict=True)] == [10, 2]
-    cache.free(seq, keep=True)
+    cache.free(seq)
     assert cache.pool.num_used == 0
 
 
@@ -171,7 +171,7 @@ def test_a_long_prompt_takes_blocks_of_a_window_only_as_far_as_a_step_can_come()
 def test_a_hit_needs_of_a_window_only_what_the_next_token_sees() -> None:
     cache = cache_of(30, None, 6)
     first = served(cache, list(range(25)))
-    cache.free(first, keep=True)
+    cache.free(first)
     lost = [cache.pool.find(1, key) for key in first.block_keys]
     # All blocks but those of the window's group that hold 12..23 are taken for something else.
     kept = {cache.pool.find(0, key) for key in first.block_keys} | set(lost[3:])
@@ -198,7 +198,7 @@ def test_a_model_of_windows_only_finds_a_prefix_behind_one_it_has_lost() -> None
     cache = cache_of(5, 6)
     first = served(cache, list(range(17)))
     kept = first.block_tables[0][2:]
-    cache.free(first, keep=True)
+    cache.free(first)
     cache.pool.share(kept)
     cache.pool.allocate(2)
     hit = cache.cached_prefix(sequence(list(range(17))))

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from headrace.config.settings import SCORED_ROWS_PER_STEP as MAX_SCORED_ROWS
-from headrace.engine.scheduler import MOST_OVERTAKEN, Scheduler, SchedulerSettings
+from headrace.engine.queue import MOST_OVERTAKEN
+from headrace.engine.scheduler import Scheduler, SchedulerSettings
 from headrace.protocol.ipc import RepetitionDetection
 from tests.paged_oracle import Engine
 

@@ -1,0 +1,105 @@
+"""Who waits, how many may, and who of them may be started next.
+
+A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted. Under
+"priority" nobody starves: of the sequences that wait, the one that came first may be overtaken MOST_OVERTAKEN times,
+then it is the next to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.engine.admission import Refusal, SchedulerSettings
+from headrace.engine.ranking import Ranking
+from headrace.engine.request import Request, Sequence
+
+QUEUE_WINDOW = 16
+"""Waiting sequences, from the head of the queue, that compete for the prefill share."""
+MOST_OVERTAKEN = 16
+"""Requests of better priority that may be started before one that came earlier."""
+
+
+class Queue:
+    """Sequences that wait, those of started requests among them; what is bounded are requests of which none started."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._waiting = Ranking(lambda seq: (seq.rank[0], seq.num_preemptions == 0, *seq.rank[1:]))
+        self._longest: Sequence | None = None
+        """Under "priority", of those that wait the one that came first; found anew for every step."""
+        self.num_requests = 0
+        """Requests of which no sequence has been started."""
+        self.num_tokens = 0
+        """Of their prompts."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        self._waiting.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        self._waiting.remove(seq)
+
+    # bounds
+
+    def refusal(self, num_tokens: int, could_start: int) -> Refusal | None:
+        """Why there is no room for one more request with so many prompt tokens, when so many could start at once."""
+        settings = self._settings
+        if self.num_requests >= settings.max_num_queued_reqs + could_start:
+            return Refusal(
+                "queue_full",
+                f"{self.num_requests} requests are waiting and the queue holds {settings.max_num_queued_reqs} "
+                "(--max-num-queued-reqs). Try again later.",
+            )
+        limit = settings.max_num_queued_tokens
+        if limit is not None and self.num_requests >= could_start and self.num_tokens + num_tokens > limit:
+            return Refusal(
+                "queue_full",
+                f"The prompts that wait have {self.num_tokens} tokens, this one has {num_tokens}, and the queue holds "
+                f"{limit} (--max-num-queued-tokens). Try again later.",
+            )
+        return None
+
+    def came(self, request: Request) -> None:
+        self.num_requests += 1
+        self.num_tokens += request.num_prompt_tokens
+
+    def left(self, request: Request) -> None:
+        """Its first sequence has been started, or it is over."""
+        self.num_requests -= 1
+        self.num_tokens -= request.num_prompt_tokens
+
+    # order
+
+    def begin_step(self) -> None:
+        by_priority = self._settings.policy == "priority"
+        self._longest = min(self._waiting, key=_arrival, default=None) if by_priority else None
+
+    def admissible(self) -> list[Sequence]:
+        """Those that may be started next: a preempted one alone, then one that was overtaken too often, else the first
+        few of one priority."""
+        window = self._waiting.first(QUEUE_WINDOW)
+        if window and window[0].num_preemptions > 0:
+            return window[:1]
+        if self._longest is not None and self._longest.num_overtaken >= MOST_OVERTAKEN:
+            return [self._longest]
+        return [seq for seq in window if seq.rank[0] == window[0].rank[0]]
+
+    def start(self, seq: Sequence) -> None:
+        """It is started, and may have overtaken another."""
+        self._waiting.remove(seq)
+        if self._longest is None:
+            return
+        if seq is self._longest:
+            self._longest = None
+        elif _arrival(seq) > _arrival(self._longest) and seq.rank < self._longest.rank:
+            self._longest.num_overtaken += 1
+
+
+def _arrival(seq: Sequence) -> int:
+    """The order of arrival of its request."""
+    return seq.rank[2]
