@@ -83,6 +83,7 @@ def some_rows(rng: np.random.Generator, vocab: int, most: int = 8) -> tuple[np.n
         return TokenLists(starts, token_ids, values.astype(np.float32))
 
     allowed = lists(20)
+    bits = rng.integers(0, 2**32, (count, -(-vocab // 32)), dtype=np.uint32) if rng.random() < 0.3 else None
     reported = rng.random() < 0.4
     return logits.astype(np.float32), SamplingRows(
         temperature=rng.choice([0, 0.2, 1, 1, 3, 1e-6, 100], count).astype(np.float32),
@@ -98,6 +99,8 @@ def some_rows(rng: np.random.Generator, vocab: int, most: int = 8) -> tuple[np.n
         logit_bias=lists(9, [-100, -3.3, 0.7, 40]),
         forbidden=lists(4) if allowed is None else None,
         allowed=allowed,
+        mask=bits,
+        masked=maybe(0, 1, 1, dtype=np.uint8),
         given=maybe(-1, -1, 0, vocab - 1, dtype=np.int32),
         num_logprobs=int(rng.choice([0, 1, 5, 20])) if reported else None,
         scored=lists(5) if reported else None,

@@ -217,6 +217,23 @@ def test_only_allowed_tokens_are_taken_and_a_row_that_lists_none_may_take_all() 
     assert sample(values[:1], forbidden).token_ids.tolist() == [5]
 
 
+def test_a_mask_leaves_the_tokens_whose_bit_is_set_in_the_rows_that_are_masked() -> None:
+    values = logits(3)
+    best = values.argmax(1)
+    mask = np.zeros((3, -(-values.shape[1] // 32)), np.uint32)
+    for token in (5, 31, 32, 900):
+        mask[:, token // 32] |= np.uint32(1 << token % 32)
+    left = [int(max((5, 31, 32, 900), key=lambda token, row=row: values[row, token])) for row in range(3)]
+    assert sample(values, greedy(3, mask=mask)).token_ids.tolist() == left
+    some = greedy(3, mask=mask, masked=np.array([1, 0, 1], np.uint8))
+    assert sample(values, some).token_ids.tolist() == [left[0], best[1], left[2]]
+    both = greedy(3, mask=mask, allowed=lists({5: 1, 6: 1}, {}, {900: 1}))
+    assert sample(values, both).token_ids.tolist() == [5, left[1], 900]
+    before = sample(values, greedy(3, num_logprobs=2))
+    after = sample(values, greedy(3, mask=mask, num_logprobs=2))
+    assert np.array_equal(before.top_logprobs, after.top_logprobs), "log-probabilities are of the raw logits"
+
+
 def test_a_draw_stays_within_the_allowed_tokens() -> None:
     values = np.repeat(logits(1), 200, axis=0)
     rows = SamplingRows(
