@@ -75,8 +75,12 @@ class LarkRules:
         opening = start if first in self._special else self.rule(start, lazy=True)
         return self.join(opening, *(_piece(piece, self._special) for piece in rest))
 
-    def json(self, schema: object) -> str:
-        return self.rule("%json " + schema_text(schema, self._field, self._blanks))
+    def json(self, schema: object, field: str | None = None) -> str:
+        """JSON that the schema allows. `field` names the schema's place in the request, for errors: in a comment."""
+        text = schema_text(schema, field or self._field, self._blanks)
+        if field is not None:
+            self._rules.append(f"// {field}")
+        return self.rule("%json " + text)
 
     def literal(self, text: str) -> str:
         return " ".join(_piece(piece, self._special) for piece in _pieces(text, self._special))

@@ -29,6 +29,8 @@ class Tool:
     wire: Mapping[str, Any]
     parameters: Mapping[str, Any]
     strict: bool = False
+    path: str = "tools"
+    """Where the schema stands in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,13 @@ def _tool(tool: dict[str, object], path: str) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise errors.invalid_type(f"{path}.function.strict", "true or false", _kind(strict))
-    return Tool(name, {"type": "function", "function": function}, _object_schema(parameters), bool(strict))
+    return Tool(
+        name,
+        {"type": "function", "function": function},
+        _object_schema(parameters),
+        bool(strict),
+        f"{path}.function.parameters",
+    )
 
 
 def _object_schema(parameters: dict[str, Any] | None) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ BLAME_S = 0.1
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_FAULT_IN_SCHEMA = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema")
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
@@ -138,6 +139,12 @@ def _grammar_error(spec: GrammarSpec, problem: str) -> GrammarError:
     """What the library said of the spec as an error that says where."""
     problem = problem.strip()
     field = spec.field or "grammar"
+    inner = _schema_at_fault(spec, problem)
+    if inner is not None:
+        alone = llguidance.LLMatcher.grammar_from_json_schema(inner.text)
+        its_problem = llguidance.LLMatcher.validate_grammar(alone, None, limits=LIMITS)
+        if its_problem:
+            return _grammar_error(inner, its_problem)
     if spec.kind != "json_schema":
         return GrammarError(f"`{field}` cannot be used: {problem}", field)
     path, part = _innermost(json.loads(spec.text), problem, time.monotonic() + BLAME_S)
@@ -148,6 +155,19 @@ def _grammar_error(spec: GrammarSpec, problem: str) -> GrammarError:
     where = f"{field}{path}.{keys[0]}" if keys and keys[0] in part else field + path
     named = ", ".join(f"`{key}`" for key in keys)
     return GrammarError(f"`{where}`: the keyword {named} of JSON Schema cannot be enforced by this server.", where)
+
+
+def _schema_at_fault(spec: GrammarSpec, problem: str) -> GrammarSpec | None:
+    """The schema inside a grammar of ours that the library could not use; a comment before its rule has its field."""
+    place = _FAULT_IN_SCHEMA.match(problem)
+    if spec.kind != "lark" or place is None:
+        return None
+    lines = spec.text.split("\n")
+    number = int(place[1]) - 1
+    if not 0 < number < len(lines) or not lines[number - 1].startswith("// ") or "%json " not in lines[number]:
+        return None
+    schema = lines[number].split("%json ", 1)[1]
+    return GrammarSpec(kind="json_schema", text=schema, field=lines[number - 1].removeprefix("// "))
 
 
 def _innermost(schema: dict[str, Any], problem: str, deadline: float) -> tuple[str, dict[str, Any]]:

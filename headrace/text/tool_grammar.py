@@ -34,7 +34,7 @@ def tool_grammar(
     calls = []
     for tool in request.tools:
         schema = tool.parameters if request.is_forced or tool.strict else {"type": "object"}
-        calls.append((f"{begin}{tool.name}{between}", rules.join(rules.json(schema), rules.literal(end))))
+        calls.append((f"{begin}{tool.name}{between}", rules.join(rules.json(schema, tool.path), rules.literal(end))))
     one = request.mode == "named" or not request.parallel
     if request.is_forced or as_json:
         separator = "" if format.begin else format.join

@@ -101,6 +101,19 @@ def test_json_that_is_asked_for_may_come_instead_of_a_call_and_nothing_else(core
         assert is_weather(said(core, grammar, seed, liked="{"))
 
 
+def test_a_schema_that_cannot_be_used_is_named_by_its_place(core: EngineCore) -> None:
+    wrong: Any = {
+        "function": {"name": "wrong", "parameters": {"type": "object", "properties": {"a": {"type": "strin"}}}}
+    }
+    grammar = tool_grammar(tool_request([CLOCK, wrong], "required", None), FORMATS["hermes"], special_tokens={})
+    assert core.add(request("r", [5], grammar=grammar, max_tokens=9)) is None
+    core.gate.wait()
+    core.step()
+    ((_, refusal),) = core.gate.take_refused()
+    assert refusal.param == "tools[1].function.parameters.properties.a"
+    assert "Invalid type: strin" in refusal.message
+
+
 def test_nothing_is_demanded_where_the_model_may_choose() -> None:
     row = FORMATS["hermes"]
     assert tool_grammar(tool_request([CLOCK], "auto", None), row, special_tokens={}) is None
