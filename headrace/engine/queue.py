@@ -8,6 +8,7 @@ then it is the next to start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from headrace.engine.admission import Refusal, SchedulerSettings
 from headrace.engine.ranking import Ranking
@@ -56,13 +57,17 @@ class Queue:
                 "(--max-num-queued-reqs). Try again later.",
             )
         limit = settings.max_num_queued_tokens
-        if limit is not None and self.num_requests >= could_start and self.num_tokens + num_tokens > limit:
-            return Refusal(
-                "queue_full",
-                f"The prompts that wait have {self.num_tokens} tokens, this one has {num_tokens}, and the queue holds "
-                f"{limit} (--max-num-queued-tokens). Try again later.",
-            )
-        return None
+        if limit is None or self.num_requests < could_start or self.num_tokens + num_tokens <= limit:
+            return None
+        new = (seq.request.num_prompt_tokens for seq in self._waiting if not seq.request.started)
+        waiting_tokens = self.num_tokens - sum(islice(new, could_start))
+        if waiting_tokens + num_tokens <= limit:
+            return None
+        return Refusal(
+            "queue_full",
+            f"The prompts that wait have {waiting_tokens} tokens, this one has {num_tokens}, and the queue holds "
+            f"{limit} (--max-num-queued-tokens). Try again later.",
+        )
 
     def came(self, request: Request) -> None:
         self.num_requests += 1

@@ -173,6 +173,18 @@ def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
     run.assert_nothing_left()
 
 
+def test_prompts_that_can_start_at_once_do_not_count_against_the_queue() -> None:
+    """A burst finds an idle engine: as many as it runs together, and the queue besides."""
+    run = engine(max_num_seqs=3, max_num_queued_tokens=100)
+    for i in range(3):
+        run.add(f"r{i}", prompt(90), max_tokens=8)
+    run.add("waits", prompt(100), max_tokens=8)
+    refused = run.scheduler.add(message(1, name="r"))
+    assert refused is not None
+    assert "100 tokens" in refused.message
+    run.run()
+
+
 def test_a_request_id_is_used_by_one_request_at_a_time() -> None:
     run = engine()
     run.add("r", prompt(4), max_tokens=2)
