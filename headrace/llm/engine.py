@@ -30,9 +30,12 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.protocol.sampling import ModelLimits, text_rules
 from headrace.protocol.token_limits import check_token_ids, truncated
+from headrace.protocol.tools import tool_request
+from headrace.text import tool_formats
 from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_prompt import prepared
 
 logger = logging.getLogger("headrace.llm")
 
@@ -132,11 +135,12 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, object] | None = None,
         documents: list[dict[str, object]] | None = None,
-        tools: None = None,
+        tools: list[dict[str, object]] | None = None,
     ) -> list[RequestOutput]:
-        """The same for one conversation, or several, by the model's chat template or `chat_template`."""
-        if tools:
-            raise ValueError("LLM.chat: tools are not supported yet.")
+        """The same for one conversation, or several, by the model's chat template or `chat_template`.
+
+        `tools` are shown to the model, in OpenAI's form; what it calls is in its text, as its family writes calls.
+        """
         if continue_final_message and add_generation_prompt:
             raise ValueError("LLM.chat: for continue_final_message set add_generation_prompt=False.")
         template = self._compiled(chat_template) if chat_template is not None else self._template
@@ -144,6 +148,7 @@ class LLM:
             raise ValueError("The model has no chat template: give one with LLM(..., chat_template=FILE_OR_TEXT).")
         try:
             variables = openai_chat.template_variables(chat_template_kwargs)
+            shown = tool_request(tools, None, None).shown
         except ApiError as error:
             raise ValueError(f"LLM.chat: {error.message}") from None
         if documents is not None:
@@ -153,12 +158,15 @@ class LLM:
         whole = list(messages) if not isinstance(messages, list) else messages
         one = bool(whole) and isinstance(whole[0], dict)
         conversations: Sequence[Any] = [whole] if one else whole
+        calls = tool_formats.detected(template.source) or tool_formats.FORMATS["hermes"]
 
         def rendered() -> Iterator[Prompt]:
             for conversation in conversations:
                 plain = openai_chat.plain_messages(conversation, knows_developer="developer" in template.source)
+                told, listed = prepared(template, calls, plain, shown)
                 text = template.render(
-                    plain,
+                    told,
+                    tools=listed,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     **variables,

@@ -168,6 +168,12 @@ def test_chat_renders_by_the_models_template(llm: LLM) -> None:
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
     assert [a.prompt for a in two] == ["Hi", "Hi"]
     assert two[0].outputs == quiet(llm, "Hi")[0].outputs
+    tools: list[dict[str, object]] = [{"type": "function", "function": {"name": "clock"}}]
+    shows = "{{ tools[0].function.name }}"
+    [told] = llm.chat(messages, GREEDY, use_tqdm=False, tools=tools, chat_template=shows)
+    assert told.prompt == "clock"
+    with pytest.raises(ValueError, match=r"tools\[0\]\.function"):
+        llm.chat(messages, tools=[{"type": "function"}])
     with pytest.raises(ValueError, match="documents would have no effect"):
         llm.chat(messages, documents=[{"text": "x"}])
     with pytest.raises(ValueError, match=r"prompt 0: .*roles"):
