@@ -5,6 +5,15 @@
 #pragma once
 
 #include "linear.h"
+
+// Sums stay in registers only where loops over them are unrolled; without vector registers that is code for nothing.
+#if defined(__AVX2__)
+#define HR_PRAGMA(text) _Pragma(#text)
+#define HR_UNROLL(times) HR_PRAGMA(GCC unroll times)
+#else
+#define HR_UNROLL(times)
+#endif
+
 #include "dot.inl"
 
 namespace HR_ISA {
@@ -34,13 +43,15 @@ struct RowPointers {
   }
   inline const uint8_t* row(int r) const { return pointers[r / 3] + r % 3 * stride; }
   inline void advance(int64_t bytes) {
-#pragma GCC unroll 4
+    HR_UNROLL(4)
     for (int i = 0; i < kPointers; i++) {
       pointers[i] += bytes;
       asm("" : "+r"(pointers[i]));
     }
   }
 };
+
+constexpr int64_t kRowsPerItem = 128;
 
 // The scales or offsets of group number `index` of all panels.
 static inline Vec load_numbers(const void* numbers, bool half, int64_t index) {
@@ -58,25 +69,31 @@ namespace HR_ISA {
 
 struct LinearWork {
   LinearArgs args;
-  int64_t panels_per_item, rows_per_item, panel_items;
+  Pool* pool;
+  int64_t panels_per_item, rows_per_item, panel_items, row_items;
+  int64_t scratch_bytes;  // of a thread
   QuantisedRows quantised;
   const uint16_t* rounded;  // rows as bfloat16 [rows, depth]
 };
 
-constexpr int64_t kRowsPerItem = 128;
 constexpr int64_t kItemBytes = 128 << 10;
+constexpr int64_t kFloatPanelsPerItem = 16;
+constexpr int64_t kItemInputBytes = 256 << 10;
+constexpr int64_t kLeastIntRows = 24;
 
 // Few items where the matrix is small, several a thread where it is large, so that a thread that lost its core for a
 // while does not hold up the others.
-static void cut(Pool* pool, LinearWork* work, int64_t panel_multiple) {
+static void cut(Pool* pool, LinearWork* work, int64_t most_rows, int64_t most_panels, int64_t panel_multiple) {
   const PackedMatrix& m = *work->args.matrix;
   const int64_t rows = work->args.rows, threads = pool->threads();
-  const int64_t row_items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+  const int64_t row_items = (rows + most_rows - 1) / most_rows;
   work->rows_per_item = (rows + row_items - 1) / row_items;
+  work->row_items = (rows + work->rows_per_item - 1) / work->rows_per_item;
   const int64_t bytes = static_cast<int64_t>(m.panel_bytes) * m.panels * (rows < 8 ? 1 : rows / 4);
   int64_t items = bytes / threads / kItemBytes;
   items = threads * (items < 1 ? 1 : items > 8 ? 8 : items);
   int64_t panels = (m.panels + items - 1) / items;
+  if (panels > most_panels) panels = most_panels;
   panels = (panels + panel_multiple - 1) / panel_multiple * panel_multiple;
   work->panels_per_item = panels;
   work->panel_items = (m.panels + panels - 1) / panels;
@@ -88,18 +105,25 @@ struct ItemRange {
 
 static inline ItemRange item_range(const LinearWork& work, int64_t item) {
   ItemRange range;
-  range.first_row = item / work.panel_items * work.rows_per_item;
+  range.first_row = item % work.row_items * work.rows_per_item;
   const int64_t rows = work.args.rows - range.first_row;
   range.rows = rows < work.rows_per_item ? rows : work.rows_per_item;
-  range.first_panel = item % work.panel_items * work.panels_per_item;
+  range.first_panel = item / work.row_items * work.panels_per_item;
   range.end_panel = range.first_panel + work.panels_per_item;
   if (range.end_panel > work.args.matrix->panels) range.end_panel = work.args.matrix->panels;
   return range;
 }
 
 static void run_items(Pool* pool, LinearWork* work, Pool::Task task) {
-  const int64_t row_items = (work->args.rows + work->rows_per_item - 1) / work->rows_per_item;
-  pool->run(row_items * work->panel_items, task, work);
+  pool->run(work->row_items * work->panel_items, task, work);
+}
+
+// Memory for what an operation makes of its rows was short: no number is right, and sampling says so.
+static void fail(const LinearArgs& args, const ItemRange& range) {
+  const int64_t end = range.end_panel * kPanel < args.matrix->out ? range.end_panel * kPanel : args.matrix->out;
+  for (int64_t row = range.first_row; row < range.first_row + range.rows; row++)
+    for (int64_t i = range.first_panel * kPanel; i < end; i++)
+      args.y.data[row * args.y.stride + i] = from_bits(0x7fc00000u);
 }
 
 template <class Input>
@@ -117,25 +141,29 @@ static FloatProduct<Input> float_part(const LinearWork& work, const ItemRange& r
   return t;
 }
 
-static void float_item(void* context, int64_t item, int) {
+static void float_item(void* context, int64_t item, int thread) {
   const LinearWork& work = *static_cast<const LinearWork*>(context);
   const PackedMatrix& m = *work.args.matrix;
   const ItemRange range = item_range(work, item);
   const FloatProduct<float> t = float_part(work, range, work.args.x.data, work.args.x.stride);
+  float* scratch = static_cast<float*>(work.pool->scratch(thread, work.scratch_bytes));
+  if (scratch == nullptr) return fail(work.args, range);
   switch (m.form) {
-    case Form::kF32: float_range<WeightsF32>(m, t, range.first_panel); break;
-    case Form::kF16: float_range<WeightsF16>(m, t, range.first_panel); break;
-    case Form::kBF16: float_range<WeightsBF16>(m, t, range.first_panel); break;
+    case Form::kF32: float_range<WeightsF32>(m, t, range.first_panel, scratch); break;
+    case Form::kF16: float_range<WeightsF16>(m, t, range.first_panel, scratch); break;
+    case Form::kBF16: float_range<WeightsBF16>(m, t, range.first_panel, scratch); break;
     default: integer_range(m, t, range.first_panel); break;
   }
 }
 
 #if defined(HR_VNNI_BF16)
-static void bf16_item(void* context, int64_t item, int) {
+static void bf16_item(void* context, int64_t item, int thread) {
   const LinearWork& work = *static_cast<const LinearWork*>(context);
   const PackedMatrix& m = *work.args.matrix;
   const ItemRange range = item_range(work, item);
-  float_range<WeightsBF16Pairs>(m, float_part(work, range, work.rounded, m.depth), range.first_panel);
+  float* scratch = static_cast<float*>(work.pool->scratch(thread, work.scratch_bytes));
+  if (scratch == nullptr) return fail(work.args, range);
+  float_range<WeightsBF16Pairs>(m, float_part(work, range, work.rounded, m.depth), range.first_panel, scratch);
 }
 
 static void round_item(void* context, int64_t row, int) {
@@ -165,12 +193,6 @@ static void int_item(void* context, int64_t item, int) {
     int_product<Dot4<16, false>>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
 }
 
-// Memory for what an operation makes of its rows was short: no number is right, and sampling says so.
-static void fail(const LinearArgs& args) {
-  for (int64_t row = 0; row < args.rows; row++)
-    for (int64_t i = 0; i < args.matrix->out; i++) args.y.data[row * args.y.stride + i] = from_bits(0x7fc00000u);
-}
-
 constexpr int64_t kInputsPerItem = 16 << 10;  // that are quantised or rounded by one thread at a time
 
 static bool quantise(Pool* pool, LinearWork* work) {
@@ -187,26 +209,41 @@ static bool quantise(Pool* pool, LinearWork* work) {
   return true;
 }
 
+static void cut_floats(Pool* pool, LinearWork* work) {
+  const int64_t rows = work->args.rows;
+  const int64_t multiple = float_panels(static_cast<int>(rows < kFloatRows ? rows : kFloatRows));
+  cut(pool, work, kRowsPerItem, rows <= kFloatRows ? work->args.matrix->panels : kFloatPanelsPerItem, multiple);
+  work->scratch_bytes = float_scratch(work->rows_per_item, work->panels_per_item) * sizeof(float);
+}
+
+// Rows of an item whose inputs stay in the second cache.
+static int64_t int_rows_per_item(const LinearWork& work) {
+  const int64_t fitting = kItemInputBytes / work.quantised.row_bytes;
+  return fitting < kLeastIntRows ? kLeastIntRows : fitting > kRowsPerItem ? kRowsPerItem : fitting;
+}
+
 static void linear(Pool* pool, const LinearArgs& args) {
   const PackedMatrix& m = *args.matrix;
   if (args.rows <= 0 || m.out <= 0) return;
   LinearWork work = {};
   work.args = args;
+  work.pool = pool;
+  const ItemRange whole = {0, args.rows, 0, m.panels};
   if (m.scheme == Scheme::kInt8 || m.scheme == Scheme::kInt8Rows) {
-    if (!quantise(pool, &work)) return fail(args);
-    cut(pool, &work, int_panels(1));
+    if (!quantise(pool, &work)) return fail(args, whole);
+    cut(pool, &work, int_rows_per_item(work), m.panels, int_panels(1));
     return run_items(pool, &work, int_item);
   }
 #if defined(HR_VNNI_BF16)
   if (m.scheme == Scheme::kBF16) {
     work.rounded = static_cast<uint16_t*>(pool->shared(0, args.rows * m.depth * 2));
-    if (work.rounded == nullptr) return fail(args);
+    if (work.rounded == nullptr) return fail(args, whole);
     pool->run(args.rows, round_item, &work);
-    cut(pool, &work, float_panels(static_cast<int>(args.rows < kFloatRows ? args.rows : kFloatRows)));
+    cut_floats(pool, &work);
     return run_items(pool, &work, bf16_item);
   }
 #endif
-  cut(pool, &work, float_panels(static_cast<int>(args.rows < kFloatRows ? args.rows : kFloatRows)));
+  cut_floats(pool, &work);
   run_items(pool, &work, float_item);
 }
 

@@ -52,7 +52,7 @@ constexpr int float_panels(int rows) { return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
 constexpr int kFloatRows = 6;
 constexpr int float_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
-constexpr int kFloatRows = 4;
+constexpr int kFloatRows = 2;
 constexpr int float_panels(int) { return 1; }
 #endif
 
@@ -69,6 +69,13 @@ struct FloatProduct {
   const float* bias;  // or null
   float* y;
   int64_t y_stride;
+  float* partial;  // where sums wait between blocks: [panels][rows][16]
+};
+
+// Weights to fetch while a tile computes: `bytes` further at every step.
+struct Ahead {
+  const uint8_t* at;
+  int64_t bytes;
 };
 
 static inline Vec load_outputs(const float* p, int64_t outputs) {
@@ -88,45 +95,48 @@ static inline void add_part(Vec (&sums)[kRows][kPanels], const RowPointers<kRows
   const int64_t at = part * W::kPartInputs * sizeof(typename W::Input);
   if (kRows < 4) {  // the rows' inputs are held, weights pass by
     Vec inputs[kRows];
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int r = 0; r < kRows; r++) inputs[r] = W::input(x.row(r) + at);
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int p = 0; p < kPanels; p++) {
       const Vec weights = W::load(w + p * panel_bytes, part);
-#pragma GCC unroll 8
+      HR_UNROLL(8)
       for (int r = 0; r < kRows; r++) sums[r][p] = W::mac(sums[r][p], inputs[r], weights);
     }
     return;
   }
   Vec weights[kPanels];
-#pragma GCC unroll 8
+  HR_UNROLL(8)
   for (int p = 0; p < kPanels; p++) weights[p] = W::load(w + p * panel_bytes, part);
-#pragma GCC unroll 8
+  HR_UNROLL(8)
   for (int r = 0; r < kRows; r++) {
     const Vec input = W::input(x.row(r) + at);
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int p = 0; p < kPanels; p++) sums[r][p] = W::mac(sums[r][p], input, weights[p]);
   }
 }
 
 // Rows from `row` on, panels from `panel` on.
 template <class W, int kRows, int kPanels>
-__attribute__((noinline)) static void float_tile(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel) {
+__attribute__((noinline)) static void float_tile(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel,
+                                                 Ahead ahead) {
   constexpr int kStep = W::kParts * W::kPartInputs;
   RowPointers<kRows> x(t.x + row * t.x_stride, t.x_stride * sizeof(typename W::Input));
   const uint8_t* w = t.w + panel * t.panel_bytes;
   const int64_t panel_bytes = t.panel_bytes;
   float* y = t.y + row * t.y_stride + panel * kPanel;
+  float* partial = t.partial + (panel * t.rows + row) * kPanel;
+  const int64_t partial_stride = t.rows * kPanel;
   const int64_t outputs = t.outputs - panel * kPanel;
   Vec sums[kRows][kPanels];
-#pragma GCC unroll 8
+  HR_UNROLL(8)
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int p = 0; p < kPanels; p++)
-      sums[r][p] = t.first ? broadcast(0.0f) : load_outputs(y + r * t.y_stride + p * kPanel, outputs - p * kPanel);
+      sums[r][p] = t.first ? broadcast(0.0f) : load(partial + p * partial_stride + r * kPanel);
   int64_t k = 0;
   for (; k + kStep <= t.depth; k += kStep) {
-#pragma GCC unroll 2
+    HR_UNROLL(2)
     for (int part = 0; part < W::kParts; part++) {
       add_part<W>(sums, x, w, panel_bytes, part);
       // Weights of the next part are loaded again: there are no registers to keep them in.
@@ -134,46 +144,64 @@ __attribute__((noinline)) static void float_tile(const FloatProduct<typename W::
     }
     x.advance(kStep * sizeof(typename W::Input));
     w += W::kStepBytes;
+    __builtin_prefetch(ahead.at);
+    ahead.at += ahead.bytes;
   }
   if (W::kParts == 2 && k < t.depth) add_part<W>(sums, x, w, panel_bytes, 0);
-#pragma GCC unroll 8
+  if (!t.last) {
+    HR_UNROLL(8)
+    for (int r = 0; r < kRows; r++)
+      HR_UNROLL(8)
+      for (int p = 0; p < kPanels; p++) store(partial + p * partial_stride + r * kPanel, sums[r][p]);
+    return;
+  }
+  HR_UNROLL(8)
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int p = 0; p < kPanels; p++) {
       const int64_t left = outputs - p * kPanel;
-      if (t.last && t.bias != nullptr)
+      if (t.bias != nullptr)
         sums[r][p] = add(sums[r][p], load_outputs(t.bias + (panel + p) * kPanel, left));
       store_outputs(y + r * t.y_stride + p * kPanel, sums[r][p], left);
     }
 }
 
 template <class W, int kRows>
-static void float_rows(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel, int64_t end) {
+static void float_rows(const FloatProduct<typename W::Input>& t, int64_t row, int64_t panel, int64_t end,
+                       Ahead ahead) {
   constexpr int kPanels = float_panels(kRows);
-  for (; panel + kPanels <= end; panel += kPanels) float_tile<W, kRows, kPanels>(t, row, panel);
-  for (; panel < end; panel++) float_tile<W, kRows, 1>(t, row, panel);
+  for (; panel + kPanels <= end; panel += kPanels) float_tile<W, kRows, kPanels>(t, row, panel, ahead);
+  for (; panel < end; panel++) float_tile<W, kRows, 1>(t, row, panel, ahead);
 }
+
+constexpr int64_t kFloatAhead = 4096;  // bytes
 
 template <class W>
 static void float_product(const FloatProduct<typename W::Input>& t) {
   const Heights heights = tile_heights(t.rows, kFloatRows);
   const int64_t block = float_panels(static_cast<int>(heights.least));
+  constexpr int64_t kStep = W::kParts * W::kPartInputs;
+  const int64_t slice = t.depth / kStep * W::kStepBytes / heights.tiles;
   for (int64_t panel = 0; panel < t.panels; panel += block) {
     const int64_t end = panel + block < t.panels ? panel + block : t.panels;
     for (int64_t i = 0, row = 0; i < heights.tiles; i++) {
       const int64_t height = heights.least + (i < heights.taller);
+      // The only tile fetches what it reads next; of several, which read the same, each a part of the next panel.
+      const Ahead ahead = heights.tiles == 1 ? Ahead{t.w + panel * t.panel_bytes + kFloatAhead, W::kStepBytes}
+                                             : Ahead{t.w + end * t.panel_bytes + i * slice,
+                                                     (W::kStepBytes + heights.tiles - 1) / heights.tiles};
       switch (height) {
-        case 1: float_rows<W, 1>(t, row, panel, end); break;
-        case 2: float_rows<W, 2>(t, row, panel, end); break;
-        case 3: float_rows<W, 3>(t, row, panel, end); break;
-        case 4: float_rows<W, 4>(t, row, panel, end); break;
+        case 1: float_rows<W, 1>(t, row, panel, end, ahead); break;
+        case 2: float_rows<W, 2>(t, row, panel, end, ahead); break;
 #if defined(__AVX2__)
-        case 5: float_rows<W, 5>(t, row, panel, end); break;
-        case 6: float_rows<W, 6>(t, row, panel, end); break;
+        case 3: float_rows<W, 3>(t, row, panel, end, ahead); break;
+        case 4: float_rows<W, 4>(t, row, panel, end, ahead); break;
+        case 5: float_rows<W, 5>(t, row, panel, end, ahead); break;
+        case 6: float_rows<W, 6>(t, row, panel, end, ahead); break;
 #endif
 #if defined(__AVX512F__)
-        case 7: float_rows<W, 7>(t, row, panel, end); break;
-        case 8: float_rows<W, 8>(t, row, panel, end); break;
+        case 7: float_rows<W, 7>(t, row, panel, end, ahead); break;
+        case 8: float_rows<W, 8>(t, row, panel, end, ahead); break;
 #endif
       }
       row += height;
@@ -209,17 +237,35 @@ constexpr int64_t kFloatDepth = 256;
 constexpr int64_t kUnpackedDepth = 64;
 constexpr int64_t kUnpackedPanels = 4;
 
+// Floats of scratch that the rows and panels of an item take when its inputs come in blocks: a block of the rows, whose
+// own distance may be one that a cache holds few lines of, and sums.
+constexpr int64_t kCopiedStride = kFloatDepth + 16;
+static inline int64_t float_scratch(int64_t rows, int64_t panels) {
+  return rows <= kFloatRows ? kPanel : rows * (kCopiedStride + panels * kPanel);
+}
+
 template <class W>
-static void float_range(const PackedMatrix& m, FloatProduct<typename W::Input> t, int64_t first_panel) {
-  const typename W::Input* x = t.x;
+static void float_range(const PackedMatrix& m, FloatProduct<typename W::Input> t, int64_t first_panel, float* scratch) {
   constexpr int64_t kStep = W::kParts * W::kPartInputs;
+  using Input = typename W::Input;
   const int64_t in = W::kPartInputs > 1 ? m.depth : m.in;
-  const int64_t depth = t.rows <= kFloatRows ? in : kFloatDepth;
+  const Input* x = t.x;
+  const int64_t x_stride = t.x_stride;
+  const bool blocks = t.rows > kFloatRows;
+  const int64_t depth = blocks ? kFloatDepth : in;
   t.panel_bytes = static_cast<int64_t>(m.panel_bytes);
+  t.partial = scratch + t.rows * kCopiedStride;
   for (int64_t k = 0; k < in; k += depth) {
-    t.x = x + k;
-    t.w = m.values + first_panel * m.panel_bytes + k / kStep * W::kStepBytes;
     t.depth = in - k < depth ? in - k : depth;
+    t.x = x + k;
+    if (blocks) {
+      Input* copied = reinterpret_cast<Input*>(scratch);
+      for (int64_t r = 0; r < t.rows; r++)
+        std::memcpy(copied + r * kCopiedStride, x + r * x_stride + k, t.depth * sizeof(Input));
+      t.x = copied;
+      t.x_stride = kCopiedStride;
+    }
+    t.w = m.values + first_panel * m.panel_bytes + k / kStep * W::kStepBytes;
     t.first = k == 0;
     t.last = k + depth >= in;
     float_product<W>(t);
@@ -229,7 +275,9 @@ static void float_range(const PackedMatrix& m, FloatProduct<typename W::Input> t
 // Integers: a few panels of a few inputs at a time are turned to float32.
 static void integer_range(const PackedMatrix& m, FloatProduct<float> t, int64_t first_panel) {
   alignas(64) float unpacked[kUnpackedPanels * kUnpackedDepth * kPanel];
+  alignas(64) float sums[kUnpackedPanels * kRowsPerItem * kPanel];
   const FloatProduct<float> whole = t;
+  t.partial = sums;
   t.w = reinterpret_cast<const uint8_t*>(unpacked);
   t.panel_bytes = kUnpackedDepth * kPanel * sizeof(float);
   for (int64_t panel = 0; panel < whole.panels; panel += kUnpackedPanels) {

@@ -80,7 +80,7 @@ constexpr int int_panels(int) { return 2; }
 constexpr int kRows4 = 4, kRows8 = 6;
 constexpr int int_panels(int) { return 1; }
 #else
-constexpr int kRows4 = 4, kRows8 = 4;
+constexpr int kRows4 = 2, kRows8 = 2;
 constexpr int int_panels(int) { return 1; }
 #endif
 
@@ -95,7 +95,7 @@ constexpr int64_t kAhead = 2048;  // bytes
 // Asks for the weights after the next ones: the CPU itself looks ahead too little to keep the memory busy.
 template <int kPanels>
 static inline void fetch(const uint8_t* w, int64_t panel_bytes) {
-#pragma GCC unroll 2
+  HR_UNROLL(2)
   for (int p = 0; p < kPanels; p++) __builtin_prefetch(w + p * panel_bytes + kAhead);
 }
 
@@ -114,21 +114,21 @@ struct Dot4 {
   template <int kRows, int kPanels>
   static inline void part(Narrow (&narrow)[kRows][kPanels], RowPointers<kRows>& x, const uint8_t* w,
                           int64_t panel_bytes) {
-#pragma GCC unroll 4
+    HR_UNROLL(4)
     for (int k = 0; k < kPart; k += 8) {
       Nibbles nibbles[kPanels];
       fetch<kPanels>(w + k * kPanel / 2, panel_bytes);
-#pragma GCC unroll 2
+      HR_UNROLL(2)
       for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + k * kPanel / 2);
-#pragma GCC unroll 2
+      HR_UNROLL(2)
       for (int half = 0; half < 2; half++) {
         Weights8 weights[kPanels];
-#pragma GCC unroll 2
+        HR_UNROLL(2)
         for (int p = 0; p < kPanels; p++) weights[p] = half ? high_nibbles(nibbles[p]) : low_nibbles(nibbles[p]);
-#pragma GCC unroll 8
+        HR_UNROLL(8)
         for (int r = 0; r < kRows; r++) {
           const int32_t inputs = four_bytes(x.row(r) + k + 4 * half);
-#pragma GCC unroll 2
+          HR_UNROLL(2)
           for (int p = 0; p < kPanels; p++)
             narrow[r][p] = k + half == 0 ? product4(weights[p], inputs) : dot4(narrow[r][p], weights[p], inputs);
         }
@@ -140,20 +140,20 @@ struct Dot4 {
   template <int kRows, int kPanels>
   static inline void add(Int (&sums)[kRows][kPanels], RowPointers<kRows>& x, const RowPointers<kRows>& groups,
                          const uint8_t* w, int64_t panel_bytes, int64_t inputs) {
-    Narrow narrow[kRows][kPanels];
+    Narrow narrow[kRows][kPanels] = {};
     part(narrow, x, w, panel_bytes);
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
+      HR_UNROLL(2)
       for (int p = 0; p < kPanels; p++)
         sums[r][p] = add_int(widen(narrow[r][p]), broadcast_int(group_of(groups, r).start));
     if (kWhole) return;
     for (int64_t first = kPart; first < inputs; first += kPart) {
       w += kPart * kPanel / 2;
       part(narrow, x, w, panel_bytes);
-#pragma GCC unroll 8
+      HR_UNROLL(8)
       for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
+        HR_UNROLL(2)
         for (int p = 0; p < kPanels; p++) sums[r][p] = add_int(sums[r][p], widen(narrow[r][p]));
     }
   }
@@ -167,22 +167,22 @@ struct Dot8 {
   template <int kRows, int kPanels>
   static inline void add(Int (&sums)[kRows][kPanels], RowPointers<kRows>& x, const RowPointers<kRows>& groups,
                          const uint8_t* w, int64_t panel_bytes, int64_t inputs) {
-#pragma GCC unroll 8
+    HR_UNROLL(8)
     for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
+      HR_UNROLL(2)
       for (int p = 0; p < kPanels; p++) sums[r][p] = broadcast_int(group_of(groups, r).start);
     for (int64_t first = 0; first < inputs; first += kInputs) {
-#pragma GCC unroll 4
+      HR_UNROLL(4)
       for (int line = 0; line < kInputs * kPanel; line += 64) fetch<kPanels>(w + line, panel_bytes);
-#pragma GCC unroll 8
+      HR_UNROLL(8)
       for (int k = 0; k < kInputs; k += kStep8) {
         Weights8 weights[kPanels];
-#pragma GCC unroll 2
+        HR_UNROLL(2)
         for (int p = 0; p < kPanels; p++) weights[p] = load_weights8(w + p * panel_bytes + k * kPanel);
-#pragma GCC unroll 8
+        HR_UNROLL(8)
         for (int r = 0; r < kRows; r++) {
           const int32_t step = four_bytes(x.row(r) + k * sizeof(Input8));
-#pragma GCC unroll 2
+          HR_UNROLL(2)
           for (int p = 0; p < kPanels; p++) sums[r][p] = dot8(sums[r][p], weights[p], step);
         }
       }
@@ -217,16 +217,16 @@ __attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row,
     Int sums[kRows][kPanels];
     Dot::add(sums, x, groups, w, panel_bytes, group_size);
     w += Dot::packed_bytes(group_size);
-#pragma GCC unroll 2
+    HR_UNROLL(2)
     for (int p = 0; p < kPanels; p++) {
       const int64_t number = first_number + p * count + g;
       const Vec scale = load_numbers(m.scales, half_scales, number);
-#pragma GCC unroll 8
+      HR_UNROLL(8)
       for (int r = 0; r < kRows; r++)
         totals[r][p] = fma(to_float(sums[r][p]), mul(scale, broadcast(group_of(groups, r).scale)), totals[r][p]);
       if (offsets) {
         const Vec offset = load_numbers(m.offsets, half_offsets, number);
-#pragma GCC unroll 8
+        HR_UNROLL(8)
         for (int r = 0; r < kRows; r++)
           totals[r][p] = fma(offset, broadcast(group_of(groups, r).scaled_sum), totals[r][p]);
       }
@@ -255,15 +255,22 @@ static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t en
 template <class Dot>
 static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, int64_t first, int64_t end) {
   const Heights heights = tile_heights(rows, Dot::kMaxRows);
-  for (int64_t panel = first; panel < end; panel += int_panels(1))
+  const int64_t block = int_panels(1), bytes = block * static_cast<int64_t>(t.m->panel_bytes);
+  for (int64_t panel = first; panel < end; panel += block)
     for (int64_t i = 0, row = first_row; i < heights.tiles; i++) {
       const int64_t height = heights.least + (i < heights.taller);
+      // Every tile fetches its part of the next panel's weights.
+      if (heights.tiles > 1) {
+        const uint8_t* next = t.m->values + (panel + block) * static_cast<int64_t>(t.m->panel_bytes);
+        for (int64_t at = bytes * i / heights.tiles; at < bytes * (i + 1) / heights.tiles; at += 64)
+          __builtin_prefetch(next + at, 0, 2);
+      }
       switch (height) {
         case 1: int_rows<Dot, 1>(t, row, panel, end); break;
         case 2: int_rows<Dot, 2>(t, row, panel, end); break;
+#if defined(__AVX2__)
         case 3: int_rows<Dot, 3>(t, row, panel, end); break;
         case 4: int_rows<Dot, 4>(t, row, panel, end); break;
-#if defined(__AVX2__)
         case 5: int_rows<Dot, 5>(t, row, panel, end); break;
         case 6: int_rows<Dot, 6>(t, row, panel, end); break;
 #endif
