@@ -334,6 +334,25 @@ REAL_FLAGS: tuple[Flag, ...] = (
         example="none",
     ),
     Flag(
+        "guided-decoding-disable-any-whitespace",
+        "switch",
+        "JSON that a request demands is written without blanks, unless the request says how.",
+        TEXT,
+    ),
+    Flag(
+        "guided-decoding-disable-additional-properties",
+        "switch",
+        "Objects of such JSON have no properties but those that the schema names, unless the request says otherwise.",
+        TEXT,
+    ),
+    Flag(
+        "structured-outputs-config",
+        "json",
+        "The two above in one object, as disable_any_whitespace and disable_additional_properties.",
+        TEXT,
+        example="'{\"disable_any_whitespace\": true}'",
+    ),
+    Flag(
         "override-generation-config",
         "json",
         "Sampling defaults that replace the model's; a request's own values always win.",

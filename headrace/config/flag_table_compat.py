@@ -74,7 +74,7 @@ def _refused(
 _ONE_RANK = "only matters with more than one replica, which is refused until it is built"
 _NO_ADAPTER = "only matters with adapters, and --enable-lora is refused until it is built"
 _NO_MEDIA = "only text is served; a request with images, sound or video gets a 400"
-_NO_GRAMMAR = "structured output is not built yet: a request that asks for it gets a 400, whatever this says"
+_ONE_GRAMMAR = "one backend, llguidance, serves all structured output"
 _NO_CAPTURE = "nothing is compiled or captured: every step runs eagerly"
 _PREFILL_SHARE = "the share of a step that prompts may take follows --step-time-target-ms and --max-num-batched-tokens"
 _TP = "Tensor parallelism"
@@ -224,11 +224,8 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
         "with `tool_choice` none the model is never shown the tools",
     ),
     _mapped("enable-reasoning", "switch", TOOLS, "thinking is told apart wherever --reasoning-parser finds it"),
-    _mapped("guided-decoding-backend", "text", TOOLS, _NO_GRAMMAR, harmless=("auto",)),
-    _mapped("guided-decoding-disable-fallback", "switch", TOOLS, _NO_GRAMMAR),
-    _mapped("guided-decoding-disable-any-whitespace", "switch", TOOLS, _NO_GRAMMAR),
-    _mapped("guided-decoding-disable-additional-properties", "switch", TOOLS, _NO_GRAMMAR),
-    _mapped("structured-outputs-config", "json", TOOLS, _NO_GRAMMAR),
+    _mapped("guided-decoding-backend", "text", TOOLS, _ONE_GRAMMAR, harmless=("auto", "guidance", "llguidance")),
+    _mapped("guided-decoding-disable-fallback", "switch", TOOLS, _ONE_GRAMMAR),
     # Adapters
     _refused("enable-lora", "switch", ADAPTERS, _LORA, "merge the adapter into the weights"),
     _refused("lora-modules", "text", ADAPTERS, _LORA, "merge the adapter into the weights", many=True),

@@ -18,6 +18,7 @@ import msgspec
 from headrace.config import rules
 from headrace.config.command_line import Given, parse_command_line
 from headrace.config.errors import ConfigError
+from headrace.config.json_style import JSON_STYLE_FLAGS, json_style
 from headrace.config.model_files import ModelFiles, open_model
 from headrace.config.resolve import BUNDLED_NAME, resolve_model
 from headrace.config.settings import EngineSettings, ServerSettings
@@ -107,6 +108,11 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
     with _collected(errors):
         generation = _generation_config(generation)
 
+    compact, closed = (bool(value(f"guided-decoding-{name}")) for name in JSON_STYLE_FLAGS)
+    with _collected(errors):
+        style = json_style(cast("dict[str, object] | None", value("structured-outputs-config")) or {})
+        compact, closed = compact or style[0], closed or style[1]
+
     engine = EngineSettings(
         model=model,
         tokenizer=tokenizer,
@@ -143,6 +149,8 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         chat_template=template,
         tool_call_parser=str(value("tool-call-parser")),
         reasoning_parser=str(value("reasoning-parser")),
+        compact_json=compact,
+        closed_json_objects=closed,
         generation_config=generation,
         override_generation_config=cast("dict[str, object] | None", value("override-generation-config")) or {},
         uvicorn_log_level=str(value("uvicorn-log-level")),

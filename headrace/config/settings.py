@@ -64,6 +64,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The name of a format in headrace/text/tool_formats.py; auto = what the chat template says."""
     reasoning_parser: str = "auto"
     """The name of a format in headrace/text/reasoning.py, or none; auto = what the chat template says."""
+    compact_json: bool = False
+    """JSON that a request demands has no blanks, unless the request says how."""
+    closed_json_objects: bool = False
+    """Objects of such JSON have no properties but those that the schema names, unless the request says otherwise."""
     generation_config: Literal["auto", "model", "none"] | str = "auto"
     override_generation_config: dict[str, object] = {}
     uvicorn_log_level: str = "info"

@@ -29,6 +29,7 @@ from headrace.protocol import ipc, openai_chat
 from headrace.protocol.errors import ApiError
 from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.protocol.sampling import ModelLimits, text_rules
+from headrace.protocol.structured_output import JSONStyle
 from headrace.protocol.token_limits import check_token_ids, truncated
 from headrace.protocol.tools import tool_request
 from headrace.text import tool_formats
@@ -71,6 +72,7 @@ class LLM:
         self._tokenizer = Tokenizer.load(launch.files, Path(engine.tokenizer) if engine.tokenizer else None)
         source = server.chat_template or launch.files.chat_template
         self._template = self._compiled(source) if source is not None else None
+        self._json_style = JSONStyle.of(compact=server.compact_json, closed=server.closed_json_objects)
         self._core = EngineCore(engine)
         info = self._core.info
         self._limits = ModelLimits(
@@ -238,6 +240,7 @@ class LLM:
             fresh_seed=self._seeds.getrandbits(63),
             bad_words=bad_words,
             special_tokens=self._tokenizer.special_token_ids,
+            style=self._json_style,
         )
         return Job(text, whole, asked, params, text_rules(fields), priority)
 

@@ -16,7 +16,7 @@ from headrace.llm.structured import GuidedDecodingParams, StructuredOutputsParam
 from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
 from headrace.protocol.sampling import ModelLimits, SamplingFields, sampling_params, text_rules
-from headrace.protocol.structured_output import asked_grammar
+from headrace.protocol.structured_output import USUAL_STYLE, JSONStyle, asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words
 
 _ANY_MODEL = ModelLimits(max_model_len=2**31, vocab_size=2**31, eos_token_ids=(), max_logprobs=2**31)
@@ -102,6 +102,7 @@ class SamplingParams:
         fresh_seed: int,
         bad_words: WordTokens = (),
         special_tokens: Mapping[str, int] = MappingProxyType({}),
+        style: JSONStyle = USUAL_STYLE,
     ) -> ipc.SamplingParams:
         """For one prompt; `special_tokens` are the tokenizer's. Raises ApiError."""
         logprobs = self.logprobs
@@ -119,7 +120,7 @@ class SamplingParams:
             fresh_seed=lambda: fresh_seed,
             logprobs=logprobs,
             bad_words=bad_words,
-            grammar=asked_grammar(fields, special_tokens),
+            grammar=asked_grammar(fields, special_tokens, style),
         )
 
 

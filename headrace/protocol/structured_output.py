@@ -22,6 +22,7 @@ from headrace.protocol.sampling import AnySchema, SamplingFields
 from headrace.protocol.structural_tag import structural_tag_grammar
 
 MAX_CHOICES = 20_000
+MAX_BLANKS_CHARS = 1024
 
 T = TypeVar("T")
 
@@ -67,12 +68,29 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     format: dict[str, Any] | None = None
 
 
-def asked_grammar(fields: SamplingFields, special_tokens: Mapping[str, int]) -> GrammarSpec | None:
+class JSONStyle(msgspec.Struct, frozen=True):
+    """How JSON is written where the request does not say it: `blanks` as in `schema_text`; `closed` objects have the
+    properties that their schema names and no others."""
+
+    blanks: str = BLANKS
+    closed: bool = False
+
+    @classmethod
+    def of(cls, *, compact: bool, closed: bool) -> JSONStyle:
+        return cls("" if compact else BLANKS, closed)
+
+
+USUAL_STYLE = JSONStyle()
+
+
+def asked_grammar(
+    fields: SamplingFields, special_tokens: Mapping[str, int], style: JSONStyle = USUAL_STYLE
+) -> GrammarSpec | None:
     """What the answer must match; None for anything. Raises ApiError (400), naming the field at fault.
 
     `special_tokens` (text to id) are looked for in structural tags.
     """
-    asked = {name: spec for name, spec in _asked(fields, special_tokens) if spec is not None}
+    asked = {name: spec for name, spec in _asked(fields, special_tokens, style) if spec is not None}
     if len(asked) > 1:
         names = " and ".join(f"`{name}`" for name in asked)
         message = f"{names} each say what the answer must match; send one of them."
@@ -83,16 +101,18 @@ def asked_grammar(fields: SamplingFields, special_tokens: Mapping[str, int]) -> 
     return next(iter(asked.values()), None)
 
 
-def _asked(fields: SamplingFields, special: Mapping[str, int]) -> Iterator[tuple[str, GrammarSpec | None]]:
+def _asked(
+    fields: SamplingFields, special: Mapping[str, int], style: JSONStyle
+) -> Iterator[tuple[str, GrammarSpec | None]]:
     if fields.response_format:
-        yield "response_format", _of_response_format(fields.response_format, special)
+        yield "response_format", _of_response_format(fields.response_format, special, style)
     if fields.structured_outputs:
-        yield "structured_outputs", _of_structured_outputs(fields.structured_outputs, special)
+        yield "structured_outputs", _of_structured_outputs(fields.structured_outputs, special, style)
     if fields.guided_json is not None:
-        blanks = _checked_blanks("guided_whitespace_pattern", fields.guided_whitespace_pattern)
-        yield "guided_json", _schema(fields.guided_json, "guided_json", blanks)
+        own = _with_blanks(style, fields.guided_whitespace_pattern, "guided_whitespace_pattern")
+        yield "guided_json", _schema(fields.guided_json, "guided_json", own)
     if fields.json_schema is not None:
-        yield "json_schema", _schema(fields.json_schema, "json_schema")
+        yield "json_schema", _schema(fields.json_schema, "json_schema", style)
     if fields.guided_choice:
         yield "guided_choice", choice_grammar(fields.guided_choice, "guided_choice")
     if fields.guided_regex:
@@ -109,7 +129,7 @@ def _asked(fields: SamplingFields, special: Mapping[str, int]) -> Iterator[tuple
         yield "structural_tag", _tags(fields.structural_tag, "structural_tag", special)
 
 
-def _of_response_format(value: dict[str, Any], special: Mapping[str, int]) -> GrammarSpec | None:
+def _of_response_format(value: dict[str, Any], special: Mapping[str, int], style: JSONStyle) -> GrammarSpec | None:
     path = "response_format"
     format = _read(value, ResponseFormat, path)
     if format.type not in _FITTING:
@@ -127,12 +147,12 @@ def _of_response_format(value: dict[str, Any], special: Mapping[str, int]) -> Gr
         case "structural_tag":
             return structural_tag_grammar(value, path, special)
         case "json_object":
-            return _object(format.schema, path if format.schema is None else f"{path}.schema")
+            return _object(format.schema, path if format.schema is None else f"{path}.schema", style)
     wrapped = format.json_schema
     schema = format.schema if wrapped is None else wrapped.schema
     if schema is None:
         raise errors.missing_field(f"{path}.json_schema.schema", "it says what the answer must match.")
-    return _schema(schema, f"{path}.schema" if wrapped is None else f"{path}.json_schema.schema")
+    return _schema(schema, f"{path}.schema" if wrapped is None else f"{path}.json_schema.schema", style)
 
 
 _FITTING: Mapping[str, tuple[str, ...]] = {
@@ -144,26 +164,24 @@ _FITTING: Mapping[str, tuple[str, ...]] = {
 """The types of `response_format`, and what each of them takes."""
 
 
-def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int]) -> GrammarSpec:
+def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int], style: JSONStyle) -> GrammarSpec:
     path = "structured_outputs"
     asked = _read({name: item for name, item in value.items() if not name.startswith("_")}, StructuredOutputs, path)
-    blanks = _checked_blanks(f"{path}.whitespace_pattern", asked.whitespace_pattern)
-    if asked.disable_any_whitespace:
-        if asked.whitespace_pattern:
+    style = _with_blanks(style, asked.whitespace_pattern, f"{path}.whitespace_pattern")
+    if asked.disable_any_whitespace is not None:
+        if asked.disable_any_whitespace and asked.whitespace_pattern:
             message = f"`{path}` has both `whitespace_pattern` and `disable_any_whitespace`; send one of them."
             raise errors.invalid_value(f"{path}.whitespace_pattern", message)
-        blanks = ""
+        style = JSONStyle("" if asked.disable_any_whitespace else style.blanks or BLANKS, style.closed)
+    if asked.disable_additional_properties is not None:
+        style = JSONStyle(style.blanks, asked.disable_additional_properties)
     given = [name for name in _KINDS if _asks(name, asked)]
     if len(given) != 1:
         found = f"it has {' and '.join(f'`{name}`' for name in given)}" if given else "it has none"
         raise errors.invalid_value(path, f"`{path}` must have exactly one of {', '.join(_KINDS)}, but {found}.")
     field = f"{path}.{given[0]}"
     if asked.json_ is not None:
-        schema = schema_of(asked.json_, field)
-        check_depth(schema, field)
-        if asked.disable_additional_properties and isinstance(schema, Mapping):
-            schema = changed(schema, _closed)
-        return json_schema_grammar(schema, field, blanks=blanks)
+        return _schema(asked.json_, field, style)
     if asked.regex:
         return _text("regex", asked.regex, field)
     if asked.choice:
@@ -172,7 +190,7 @@ def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int]) ->
         return _text("grammar", asked.grammar, field)
     if asked.structural_tag:
         return _tags(asked.structural_tag, field, special)
-    return _object(None, field, blanks)
+    return _object(None, field, style)
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -203,14 +221,21 @@ def schema_of(schema: AnySchema, field: str) -> object:
         raise errors.invalid_value(field, f"`{field}` is a string that is not JSON: {error}") from None
 
 
-def _schema(schema: AnySchema, field: str, blanks: str = BLANKS) -> GrammarSpec:
-    return json_schema_grammar(schema_of(schema, field), field, blanks=blanks)
+def _schema(schema: AnySchema, field: str, style: JSONStyle) -> GrammarSpec:
+    return _styled(schema_of(schema, field), field, style)
 
 
-def _object(schema: AnySchema | None, field: str, blanks: str = BLANKS) -> GrammarSpec:
+def _object(schema: AnySchema | None, field: str, style: JSONStyle) -> GrammarSpec:
     """Any JSON object; with a schema one that it allows."""
     read = {} if schema is None else schema_of(schema, field)
-    return json_schema_grammar({"type": "object", **read} if isinstance(read, Mapping) else read, field, blanks=blanks)
+    return _styled({"type": "object", **read} if isinstance(read, Mapping) else read, field, style)
+
+
+def _styled(schema: object, field: str, style: JSONStyle) -> GrammarSpec:
+    check_depth(schema, field)
+    if style.closed and isinstance(schema, Mapping):
+        schema = changed(schema, _closed)
+    return json_schema_grammar(schema, field, blanks=style.blanks)
 
 
 def _text(kind: Any, text: str, field: str) -> GrammarSpec:
@@ -235,12 +260,13 @@ def _tags(tag: str | dict[str, Any], field: str, special: Mapping[str, int]) -> 
     return structural_tag_grammar(read, field, special)
 
 
-def _checked_blanks(field: str, pattern: str | None) -> str:
+def _with_blanks(style: JSONStyle, pattern: str | None, field: str) -> JSONStyle:
     if pattern is None:
-        return BLANKS
-    if len(pattern) > 1024:
-        raise errors.invalid_value(field, f"`{field}` has {len(pattern):,} characters; at most 1,024 are allowed.")
-    return pattern
+        return style
+    if len(pattern) > MAX_BLANKS_CHARS:
+        message = f"`{field}` has {len(pattern):,} characters; at most {MAX_BLANKS_CHARS:,} are allowed."
+        raise errors.invalid_value(field, message)
+    return JSONStyle(pattern, style.closed)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

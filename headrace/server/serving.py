@@ -24,7 +24,7 @@ from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import ControlAction, EngineInfo, GrammarSpec, StepStats
 from headrace.protocol.sampling import ModelLimits, SamplingFields
-from headrace.protocol.structured_output import asked_grammar
+from headrace.protocol.structured_output import JSONStyle, asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.chat_format import ChatFormat
 from headrace.server.engine_state import State
@@ -128,6 +128,9 @@ class Serving:
         self.exchanges: set[Exchange] = set()
         """Requests of any kind that are being answered now."""
         # `--seed` makes the draws of requests without a seed of their own repeat from start to start.
+        self._json_style = JSONStyle.of(
+            compact=server_settings.compact_json, closed=server_settings.closed_json_objects
+        )
         self._seeds = random.SystemRandom() if engine_settings.seed is None else random.Random(engine_settings.seed)
 
     def not_ready(self) -> ApiError | None:
@@ -224,7 +227,9 @@ class Serving:
         """What the answer must match. Raises ApiError (400)."""
         length = exchange.headers.get("content-length", "")
         special = self.tokenizer.special_token_ids
-        return await self.aside(int(length) if length.isdigit() else None, lambda: asked_grammar(fields, special))
+        return await self.aside(
+            int(length) if length.isdigit() else None, lambda: asked_grammar(fields, special, self._json_style)
+        )
 
     def truncated(self, token_ids: list[int], fields: SamplingFields, max_tokens: int) -> list[int]:
         """The prompt as `truncate_prompt_tokens` leaves it. Raises ApiError (400)."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
+from headrace.config.errors import ConfigError
+from headrace.config.json_style import json_style
 from headrace.llm import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from headrace.protocol.errors import ApiError
 from headrace.protocol.grammar_text import BLANKS, MAX_SCHEMA_DEPTH
 from headrace.protocol.ipc import GrammarSpec
 from headrace.protocol.sampling import ModelLimits, SamplingFields, sampling_params
-from headrace.protocol.structured_output import asked_grammar
+from headrace.protocol.structured_output import JSONStyle, asked_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -134,3 +137,33 @@ def test_in_python_it_is_spelled_as_in_vllm() -> None:
         )
     with pytest.raises(ValueError, match="not JSON"):
         SamplingParams(structured_outputs=StructuredOutputsParams(json="{"))
+
+
+def test_the_server_may_say_how_json_is_written_and_the_request_says_otherwise() -> None:
+    style = JSONStyle.of(compact=True, closed=True)
+
+    def written(**fields: Any) -> tuple[Any, Any]:
+        schema = schema_in(asked_grammar(msgspec.convert(fields, SamplingFields), {}, style))
+        return schema["x-guidance"], schema.get("additionalProperties")
+
+    compact = {"whitespace_flexible": False}
+    format = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    assert written(response_format=format) == written(json_schema=SCHEMA) == (compact, False)
+    assert written(guided_json=SCHEMA, guided_whitespace_pattern=" ") == ({"whitespace_pattern": " "}, False)
+    own = {"json": SCHEMA, "disable_any_whitespace": False, "disable_additional_properties": False}
+    assert written(structured_outputs=own) == ({"whitespace_pattern": BLANKS}, None)
+    assert written(structured_outputs={"json": {**SCHEMA, "additionalProperties": True}}) == (compact, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"disable_any_whitespaces": True}, "Did you mean disable_any_whitespace?"),
+        ({"disable_any_whitespace": 1}, "must be true or false"),
+        ({"reasoning_parser": "qwen3"}, "see --reasoning-parser"),
+    ],
+)
+def test_a_key_of_the_configuration_without_effect_is_refused(config: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        json_style(config)
+    assert json_style({"backend": "xgrammar", "disable_additional_properties": True}) == (False, True)
