@@ -71,10 +71,12 @@ async def begin_chat(
     *,
     prefix: str,
     shortens_answer: bool = False,
+    limit_field: str | None = None,
 ) -> Chat:
     """Everything that can be refused is refused here. Raises ApiError (400, 404, 503).
 
     `prefix` begins the answer's id. `shortens_answer`: where `max_tokens` is more than fits, it is what fits.
+    `limit_field`: what the client calls it, if not by one of the two names that chat has.
     """
     limits = serving.limits()
     serving.names.check(fields.model)
@@ -116,7 +118,7 @@ async def begin_chat(
         where="messages",
         max_tokens=max_tokens,
         fresh_seed=serving.fresh_seed,
-        max_tokens_field=max_tokens_field,
+        max_tokens_field=limit_field or max_tokens_field,
         logprobs=logprobs,
         bad_words=bad_words,
         grammar=grammar,

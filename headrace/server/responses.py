@@ -39,7 +39,9 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
         needs = "it is stored" if store is False else "nobody waits for a stream"
         raise errors.invalid_value("background", f"`background` works only where {needs}.")
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
-    chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="resp")
+    chat = await begin_chat(
+        serving, exchange, asked.fields, asked.sampling, prefix="resp", limit_field="max_output_tokens"
+    )
     echo = {name: body[name] for name in ECHOED if body.get(name) is not None}
     echo |= {"store": store is not False, "background": bool(background), "previous_response_id": previous}
     told = Translation(

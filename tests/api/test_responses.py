@@ -232,6 +232,8 @@ def test_a_stream_that_breaks_ends_with_a_failed_response(sdk: openai.OpenAI, en
         ({"input": "Hi", "store": "yes"}, "store"),
         ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "Hi", "n": 2}, "n"),
+        ({"input": "Hi", "max_output_tokens": 10_000}, "max_output_tokens"),
+        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "Hi", "model": "gpt-9"}, "model"),
         ({"input": "Hi", "conversation": "conv_1"}, "conversation"),
     ],
