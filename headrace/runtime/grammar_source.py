@@ -41,7 +41,7 @@ _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 class GrammarCompiler:
-    """Compiles for one model. To be used by one thread at a time; while it compiles, others run."""
+    """Compiles for one model, in any thread; while it compiles, others run."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size` is the width of the logits. Takes half a second for 50,000 tokens, and 25 MB."""

@@ -1,7 +1,8 @@
-"""The grammars in use and the last ones used, compiled in a thread of their own beside the steps.
+"""The grammars in use and the last ones used, compiled in threads of their own beside the steps.
 
 A grammar is known by its text: requests that ask for the same share one. It stays as long as a request holds it, and
-the last `KEPT` beyond that. The thread has less priority than the steps', so that compiling takes what they leave.
+the last `KEPT` beyond that. The threads have less priority than the steps', so that compiling takes what they leave; a
+short text, which is done in milliseconds, does not wait for a long one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.grammar import Grammar, GrammarError
 
 KEPT = 64
+SHORT_CHARS = 4096
 NICENESS = 10
-"""Of the compiling thread, from 0 to 19: on a busy processor it gets a tenth of what a step's thread gets."""
+"""Of the compiling threads, from 0 to 19: on a busy processor it gets a tenth of what a step's thread gets."""
 
 Compile = Callable[[GrammarSpec], Grammar]
 Key = tuple[str, str, tuple[int, ...]]
@@ -35,10 +37,12 @@ class GrammarStore:
     """
 
     def __init__(self, load: Callable[[], Compile]) -> None:
-        """`load` makes a compiler, which takes a moment; it is called once, in the thread, with the first grammar."""
+        """`load` makes a compiler, which takes a moment; it is called once, in a thread, with the first grammar."""
         self._load = load
         self._compile: Compile | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._loading = threading.Lock()
+        self._threads: dict[bool, ThreadPoolExecutor] = {}
+        """One for short texts (True), one for long ones."""
         self._compiling: dict[Key, Future[Grammar]] = {}
         self._ready: OrderedDict[Key, Grammar] = OrderedDict()
         """Least recently used first."""
@@ -50,8 +54,8 @@ class GrammarStore:
 
     def close(self) -> None:
         """Forget everything. What is being compiled is finished, and nobody hears of it."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
         os.close(self.wake)
         self.wake = -1
 
@@ -68,9 +72,10 @@ class GrammarStore:
             self._ready.move_to_end(key)
             return True
         if key not in self._compiling:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "grammar", initializer=_step_back)
-            future = self._compiling[key] = self._thread.submit(self._compiled, spec)
+            is_short = len(spec.text) <= SHORT_CHARS
+            if is_short not in self._threads:
+                self._threads[is_short] = ThreadPoolExecutor(1, "grammar", initializer=_step_back)
+            future = self._compiling[key] = self._threads[is_short].submit(self._compiled, spec)
             future.add_done_callback(self._tell)
         return False
 
@@ -114,8 +119,9 @@ class GrammarStore:
             os.read(self.wake, 4096)
 
     def _compiled(self, spec: GrammarSpec) -> Grammar:
-        if self._compile is None:
-            self._compile = self._load()
+        with self._loading:
+            if self._compile is None:
+                self._compile = self._load()
         return self._compile(spec)
 
     def _tell(self, future: Future[Grammar]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from headrace.protocol.structural_tag import structural_tag_grammar
 from headrace.runtime.grammar import MASK_S, MASKS_AHEAD_S, DeadEnd, Grammar, GrammarError, GrammarState
 from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.grammar_source import GrammarCompiler
-from headrace.runtime.grammar_store import KEPT, GrammarStore
+from headrace.runtime.grammar_store import KEPT, SHORT_CHARS, GrammarStore
 from headrace.runtime.sampling import SequenceSampling
 from headrace.runtime.token_rules import TokenRules
 from headrace.text.tokenizer import Tokenizer
@@ -488,3 +489,22 @@ def test_dates_and_times_are_ones_that_exist(compiler: GrammarCompiler, tokenize
     assert texts("time", "23:59:59Z", "00:00:00.123456+05:30") == [True, True]
     assert texts("time", "23:59:60Z", "24:00:00Z", "12:00:00") == [False] * 3
     assert texts("date-time", "2024-02-29T00:00:00Z", "2023-02-29T00:00:00Z") == [True, False]
+
+
+def test_a_short_grammar_does_not_wait_for_a_long_one(compiler: GrammarCompiler) -> None:
+    go_on = threading.Event()
+
+    def compile(spec: GrammarSpec) -> Grammar:
+        if len(spec.text) > SHORT_CHARS:
+            assert go_on.wait(20)
+        return compiler.compile(spec)
+
+    store = GrammarStore(lambda: compile)
+    long, short = spec_of("regex", "a" * (SHORT_CHARS + 1)), spec_of("regex", "a")
+    store.hold("long", long)
+    store.hold("short", short)
+    stored(store, short)
+    assert not store.take(long)
+    go_on.set()
+    stored(store, long)
+    store.close()
