@@ -156,7 +156,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
         "a cached block is checked token by token, so the hash cannot change an answer",
     ),
     _refused("kv-sharing-fast-prefill", "switch", TIERS, "Sharing KV between layers"),
-    _mapped("calculate-kv-scales", "switch", TIERS, "the KV cache is stored in the compute dtype, without scales"),
+    _mapped("calculate-kv-scales", "switch", TIERS, "8-bit keys and values are always scaled, each token by itself"),
     _mapped("use-v2-block-manager", "switch", TIERS, "there is one block pool"),
     _mapped("disable-hybrid-kv-cache-manager", "switch", TIERS, "all layers have the same cache here"),
     _mapped("enable-sleep-mode", "switch", TIERS, "/sleep and /wake_up are always there, as admin routes"),
