@@ -132,7 +132,8 @@ def plan_memory(
             )
     else:
         if blocks.most_held(wanted_len) > num_blocks:
-            raise ConfigError(_too_long(settings, room, wanted_len, blocks, num_blocks))
+            block_of_8_bits = config.kv_bytes_per_token("fp8_e4m3") * block_size
+            raise ConfigError(_too_long(settings, room, wanted_len, blocks, num_blocks, block_of_8_bits))
         max_model_len = wanted_len
 
     if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
@@ -258,7 +259,9 @@ def _no_block(settings: EngineSettings, room: _Room, num_groups: int) -> str:
     return facts + "No utilization is enough: use a smaller or more strongly quantised model, or free memory."
 
 
-def _too_long(settings: EngineSettings, room: _Room, wanted_len: int, blocks: KVBlocks, num_blocks: int) -> str:
+def _too_long(
+    settings: EngineSettings, room: _Room, wanted_len: int, blocks: KVBlocks, num_blocks: int, block_of_8_bits: int
+) -> str:
     needed_bytes = blocks.most_held(wanted_len) * room.block_bytes
     pool = _gib(num_blocks * room.block_bytes)
     facts = (
@@ -267,6 +270,8 @@ def _too_long(settings: EngineSettings, room: _Room, wanted_len: int, blocks: KV
     )
     fits = blocks.longest(num_blocks, wanted_len)
     shorter = f"the estimated maximum model length is {fits}: use --max-model-len {fits}."
+    if blocks.most_held(wanted_len) * block_of_8_bits <= num_blocks * room.block_bytes:
+        shorter = f"{shorter[:-1]}, or --kv-cache-dtype fp8, which holds it."
     if settings.kv_cache_memory_bytes is not None:
         if needed_bytes <= room.available_bytes - room.fixed_bytes:
             return facts + f"Use --kv-cache-memory-bytes {needed_bytes}."

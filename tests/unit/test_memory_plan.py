@@ -30,14 +30,19 @@ BLOCK = 2 * 30 * 3 * 64 * 4 * 32  # bytes of a float32 block of 32 tokens
 
 
 def plan(
-    available_gib: float = 16.0, config: ModelConfig = SMOLLM2, device: str = "cpu", host_gib: float = 32, **flags
+    available_gib: float = 16.0,
+    config: ModelConfig = SMOLLM2,
+    device: str = "cpu",
+    host_gib: float = 32,
+    kv_cache_dtype: str = "float32",
+    **flags,
 ):
     return plan_memory(
         config,
         EngineSettings(model="m", **flags),
         weight_bytes=540_000_000,
         available_bytes=int(available_gib * GIB),
-        kv_cache_dtype="float32",
+        kv_cache_dtype=kv_cache_dtype,
         overhead_bytes=300_000_000,
         device=device,
         host_bytes=int(host_gib * GIB),
@@ -106,9 +111,21 @@ def test_an_explicit_length_that_does_not_fit_names_the_utilization_that_would()
 
 def test_an_explicit_length_beyond_the_machine_names_the_longest_that_fits():
     with pytest.raises(ConfigError, match=r"use --max-model-len (\d+)\.") as error:
-        plan(available_gib=1.2, gpu_memory_utilization=0.9, max_model_len=8192)
+        plan(available_gib=1.1, gpu_memory_utilization=0.9, max_model_len=8192)
     longest = int(str(error.value).rsplit(" ", 1)[1].rstrip("."))
-    assert plan(available_gib=1.2, max_model_len=longest).max_model_len == longest
+    assert plan(available_gib=1.1, max_model_len=longest).max_model_len == longest
+
+
+def test_a_length_that_eight_bits_would_hold_is_refused_with_the_flag_for_it():
+    with pytest.raises(ConfigError, match=r"use --max-model-len \d+, or --kv-cache-dtype fp8, which holds it\."):
+        plan(available_gib=1.25, max_model_len=8192)
+    assert plan(available_gib=1.25, max_model_len=8192, kv_cache_dtype="fp8_e4m3").max_model_len == 8192
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "per_head"), [("bfloat16", 128), ("int8", 68), ("fp8_e5m2", 68)])
+def test_a_block_is_as_large_as_its_numbers_and_their_scales(kv_cache_dtype: str, per_head: int):
+    result = plan(kv_cache_dtype=kv_cache_dtype)
+    assert result.num_blocks == 4 * GIB // (2 * 30 * 3 * per_head * 32)
 
 
 def test_an_explicit_long_context_may_take_more_than_four_gib():
