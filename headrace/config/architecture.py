@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from headrace.config.errors import ConfigError
 from headrace.config.json_fields import JsonFields
 from headrace.config.model import ModelConfig
+from headrace.config.other_architecture import OTHER_FAMILY, is_other, other_config
 from headrace.config.rope import read_rope
 
 ARCHITECTURES = {
@@ -76,6 +77,10 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
     Raises ConfigError for a family or feature that is not implemented and for values that cannot be.
     """
     family = _family(raw, source)
+    if family == OTHER_FAMILY:
+        eos = [*token_ids(raw.get("eos_token_id"), source), *eos_token_ids]
+        dtype, quantization = _dtype(raw, source), _quantization(raw, source)
+        return other_config(raw, source, dtype=dtype, eos_token_ids=eos, quantization=quantization)
     raw = {**_DEFAULTS[family], **_text_part(raw, source)}
     fields = JsonFields(raw, source)
     hidden_size = fields.size("hidden_size")
@@ -149,6 +154,8 @@ def _family(raw: Mapping[str, object], source: str) -> str:
         for name in architectures:
             if name in ARCHITECTURES or name in WITH_IMAGES:
                 return ARCHITECTURES.get(name) or WITH_IMAGES[name]
+        if is_other(raw):
+            return OTHER_FAMILY
         raise ConfigError(f"{source}: the architecture {architectures[0]} is not supported; known are {known}.")
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type.removesuffix("_text") in KNOWN_FAMILIES:

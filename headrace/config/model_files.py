@@ -19,6 +19,7 @@ from headrace.config.gguf_format import GGUFHeader, read_gguf
 from headrace.config.gguf_names import hugging_face_tensors
 from headrace.config.model import ModelConfig
 from headrace.config.model_tensors import needed_tensors
+from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.config.safetensors_format import read_safetensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -134,7 +135,7 @@ def _open_directory(path: Path, overrides: Mapping[str, object]) -> ModelFiles:
         raw["dtype"] = _stored_dtype(tensors)
     eos = token_ids(generation_config.get("eos_token_id"), str(path / "generation_config.json"))
     config = model_config(raw, str(config_path), eos)
-    if config.quantization is None:
+    if config.quantization is None and config.family != OTHER_FAMILY:
         _check_tensors(path, config, tensors, PLAIN_DTYPES)
     tokenizer_json = path / "tokenizer.json"
     return ModelFiles(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.config.errors import ConfigError
 from headrace.config.model import ModelConfig
+from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.config.settings import EngineSettings
 from headrace.kernels.ops import Kernels
 
@@ -25,10 +26,14 @@ PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
     """The kernels for these settings. Raises ConfigError when the device or what it needs is not there."""
+    if config.family == OTHER_FAMILY:
+        _check_other_family(settings)
     wants_gpu = settings.device == "cuda" or (settings.device == "auto" and settings.kernels != "native" and has_gpu())
     if wants_gpu and (kernels := _cuda_kernels(settings, config)) is not None:
         return kernels
     threads = settings.threads or available_threads()
+    if config.family == OTHER_FAMILY:
+        return _reference_kernels(settings, config, threads, "For a model of a family other than Headrace's own")
     if settings.kernels != "reference":
         try:
             return _native_kernels(settings, config, threads)
@@ -40,6 +45,14 @@ def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
         logger.warning("%s. The reference kernels of torch serve in their place, many times slower.", missing)
         return kernels
     return _reference_kernels(settings, config, threads, "--kernels reference cannot work:")
+
+
+def _check_other_family(settings: EngineSettings) -> None:
+    """Raises ConfigError for what transformers' own code does not do."""
+    if settings.kernels == "native":
+        raise ConfigError("--kernels native cannot work: this model's family runs in transformers' code, on torch.")
+    if settings.quantization is not None:
+        raise ConfigError(f"--quantization {settings.quantization} works for Headrace's own families only.")
 
 
 def _native_kernels(settings: EngineSettings, config: ModelConfig, threads: int) -> Kernels:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config.model_files import ModelFiles
+from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.engine.plan import NewSequence, Plan, Sampled, Scored, SequenceStep, StepResult
 from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
 from headrace.models import Model, build_model
@@ -63,6 +64,12 @@ class Runner:
     def load(self, progress: Progress = lambda done, total: None, max_positions: int | None = None) -> None:
         """Read the weights. `max_positions` (default: the model's limit) is the longest sequence there will be."""
         config = self.files.config
+        if config.family == OTHER_FAMILY:
+            # Imported here: it is the only part of a start that needs torch.
+            from headrace.runtime.other_model import load_other_model
+
+            self._model = load_other_model(self.files, self.kernels, progress)
+            return _return_freed_memory()
         checkpoint = Checkpoint(self.files)
         try:
             limit = config.max_position_embeddings if max_positions is None else max_positions

@@ -231,8 +231,12 @@ def test_a_quantised_checkpoint_names_its_method(directory: Callable[..., Path])
     ("changes", "complaint"),
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not supported; known are LlamaForCausalLM, Mistral",
+            {"architectures": ["WhisperForConditionalGeneration"]},
+            "WhisperForConditionalGeneration is not supported; known are LlamaForCausalLM, Mistral",
+        ),
+        (
+            {"architectures": ["MambaForCausalLM"], "num_attention_heads": None},
+            "num_attention_heads is missing",
         ),
         ({"architectures": None}, "names no architecture; known architectures are LlamaForCausalLM"),
         ({"hidden_size": None}, "hidden_size is missing"),
