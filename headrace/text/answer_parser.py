@@ -8,7 +8,6 @@ and never twice.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import string
 from collections.abc import Mapping
@@ -68,6 +67,7 @@ class AnswerParser:
         )
         self._tools = ToolParser(reading.tools, reading.schemas) if reading.tools is not None else None
         self._waiting: list[Delta] = []
+        self._thought_tokens = 0
         self._num_calls = 0
         self.is_over = False
         """The one call that was allowed is there: nothing more is to be generated."""
@@ -77,21 +77,32 @@ class AnswerParser:
         is_last = delta.finish_reason is not None
         thought = self._split is not None and self._split.is_thinking
         parts = self._parts(delta.text, is_last)
-        if thought:
-            delta = dataclasses.replace(delta, reasoning_tokens=len(delta.token_ids))
         if self._reading.one_call:
             first = next((place for place, part in enumerate(parts) if isinstance(part, ToolCall)), None)
             if first is not None:
                 parts = parts[: first + 1]
                 self.is_over = is_last = True
         self._waiting.append(delta)
+        self._thought_tokens += len(delta.token_ids) if thought else 0
         if not parts and not is_last:
             return None
-        whole, self._waiting = joined(self._waiting), []
+        whole = delta if len(self._waiting) == 1 else joined(self._waiting)
+        self._waiting = []
         reason = "stop" if self.is_over and delta.finish_reason is None else whole.finish_reason
         if self._num_calls and reason == "stop":
             reason = "tool_calls"
-        return dataclasses.replace(whole, parts=tuple(parts), finish_reason=reason)
+        thought_tokens, self._thought_tokens = self._thought_tokens, 0
+        return Delta(
+            whole.index,
+            whole.text,
+            whole.token_ids,
+            whole.tokens,
+            reason,
+            whole.stop_reason,
+            whole.cached_tokens,
+            parts=tuple(parts),
+            reasoning_tokens=thought_tokens,
+        )
 
     def _parts(self, text: str, is_last: bool) -> list[AnswerPart]:
         parts: list[AnswerPart] = []

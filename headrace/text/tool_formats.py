@@ -85,8 +85,8 @@ _ROWS = (
         "qwen3_coder",
         call=f"<tool_call>\n{_CALL}\n</tool_call>",
         join="\n",
-        opens=("<tool_call>",),
-        closes=("</tool_call>",),
+        opens=("<tool_call>", "<seed:tool_call>"),
+        closes=("</tool_call>", "</seed:tool_call>"),
         tagged=True,
     ),
     ToolFormat(

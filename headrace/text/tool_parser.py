@@ -51,6 +51,9 @@ class ToolParser:
         self._format = format
         self._tools = tools
         self._opener = re.compile("|".join(map(re.escape, format.opens))) if format.opens else None
+        self._marks = (*format.opens, *format.around)
+        self._firsts = frozenset(mark[0] for mark in self._marks)
+        self._longest = max(map(len, self._marks), default=1)
         self._held = ""
         """Not told yet. While a call is read, the text from after `_before` on."""
         self._before: str | None = None
@@ -127,11 +130,10 @@ class ToolParser:
 
     def _partial(self, held: str) -> int:
         """How many of the last characters may be the beginning of a mark."""
-        marks = (*self._format.opens, *self._format.around)
-        longest = max(map(len, marks), default=1) - 1
-        for length in range(min(longest, len(held)), 0, -1):
-            if any(len(mark) > length and mark.startswith(held[-length:]) for mark in marks):
-                return length
+        start = max(0, len(held) - self._longest + 1)
+        for place, character in enumerate(held[start:], start):
+            if character in self._firsts and any(mark.startswith(held[place:]) for mark in self._marks):
+                return len(held) - place
         return 0
 
     def _read_call(self, parts: list[Part], final: bool) -> bool:

@@ -1,7 +1,8 @@
 """How a request's tools, and calls and results of earlier turns, reach the model's chat template.
 
 Most templates take `tools`; some read them from the system message. A template that knows nothing of tools is told in
-plain words: the tools in the system message, calls as the format writes them, results in the user's turn.
+plain words: the tools in the system message; and if it knows no calls either, those as the format writes them, and
+results in the user's turn.
 """
 
 from __future__ import annotations
@@ -33,18 +34,16 @@ def _in_system_message(template: ChatTemplate) -> bool:
 
 
 def prepared(
-    template: ChatTemplate, format: ToolFormat | None, messages: Sequence[Message], tools: Tools
+    template: ChatTemplate, format: ToolFormat, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
-    """Messages and tools as this template takes them. `format` None: no request has tools here."""
+    """Messages and tools as this template takes them; `format` is how calls are put into words where it takes none."""
+    knows_calls = "tool_calls" in template.source
+    told = [_with_arguments(message) if knows_calls else _in_words(message, format) for message in messages]
     if "tools" in template.variables:
-        return list(messages), list(tools) or None
-    if _in_system_message(template):
-        listed = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
-        return (_with_system(messages, "tools", listed) if tools else list(messages)), None
-    if format is None:
-        return list(messages), None
-    told = [_in_words(message, format) for message in messages]
-    if tools:
+        return told, list(tools) or None
+    if tools and _in_system_message(template):
+        told = _with_system(told, "tools", json.dumps([_function(tool) for tool in tools], ensure_ascii=False))
+    elif tools:
         told = _with_system(told, "content", _instructions(format, tools))
     return told, None
 
@@ -59,8 +58,40 @@ def _with_system(messages: Sequence[Message], field: str, text: str) -> list[Mes
 
 
 def _instructions(format: ToolFormat, tools: Tools) -> str:
-    described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    described = "\n".join(json.dumps(_function(tool), ensure_ascii=False) for tool in tools)
     return _INSTRUCTIONS.format(example=format.written([("NAME", "{...}")]), tools=described)
+
+
+def _function(tool: Mapping[str, Any]) -> object:
+    return tool.get("function", tool)
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments as every template wants them: an object for those that write it out by `tojson` or item by
+    item, and its JSON text for those that join it to their own."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _with_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_joinable(call) for call in calls]}
+
+
+def _joinable(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], dict):
+        return call
+    return {**call, "function": {**function, "arguments": Arguments(function["arguments"])}}
 
 
 def _in_words(message: Message, format: ToolFormat) -> Message:
