@@ -1,4 +1,4 @@
-"""Calls of earlier turns through chat templates of every family's kind, read back by the format that the template shows."""
+"""Calls of earlier turns through chat templates of every family's kind, read back by the format the template shows."""
 
 from __future__ import annotations
 
