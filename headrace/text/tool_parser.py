@@ -21,7 +21,7 @@ from headrace.text.tool_formats import ToolFormat
 
 MAX_HEAD_CHARS = 400
 """A name that takes longer to come is none."""
-MAX_BROKEN_CALLS = 64
+MAX_BROKEN_CALLS = 16
 """After so many marks without a call behind them, an answer's text is no longer looked at."""
 
 

@@ -59,7 +59,7 @@ places = st.lists(st.integers(0, 4000), max_size=30)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls=calls, places=places, ascii=st.booleans(), before=st.sampled_from(["", "Let me see.", "A [1] {x} <b>"]))
 def test_calls_written_as_the_family_does_are_read_back_from_any_pieces(
     format: ToolFormat, calls: list[tuple[str, object]], places: list[int], ascii: bool, before: str
@@ -101,7 +101,7 @@ PIECES = sorted(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join), places=places)
 def test_the_result_does_not_depend_on_how_the_text_was_cut(format: str, text: str, places: list[int]) -> None:
     whole = parse(format, [text])
