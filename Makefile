@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-gateway
+.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-gateway bench-kernels
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make format         let ruff rewrite the files'
 	@echo 'make bench          start a server, put load on it, print the result'
 	@echo 'make bench-gateway  what the gateway adds to a request'
+	@echo 'make bench-kernels  products with weights beside what the CPU can do'
 
 # What serving needs.
 $(VENV)/.setup-stamp: pyproject.toml setup.py constraints.txt
@@ -93,3 +94,6 @@ bench: $(VENV)/.setup-stamp $(KERNELS)
 
 bench-gateway: $(VENV)/.setup-stamp
 	@exec $(BIN)/python -m headrace.bench.gateway $(ARGS)
+
+bench-kernels: $(VENV)/.setup-stamp $(KERNELS)
+	@exec $(BIN)/python -m headrace.bench.kernels $(ARGS)
