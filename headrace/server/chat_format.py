@@ -82,6 +82,7 @@ class ChatFormat:
         """What the template is given besides messages and tools. Wishes that it does not know are named as ignored."""
         variables = template_variables(fields.chat_template_kwargs)
         known = self.template.variables
+        exchange.warn_ignored([f"chat_template_kwargs.{name}" for name in variables if name not in known])
         effort = fields.reasoning_effort
         if fields.enable_thinking is not None:
             variables.setdefault("enable_thinking", fields.enable_thinking)

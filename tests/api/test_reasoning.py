@@ -124,9 +124,19 @@ async def test_a_budget_is_the_engines_business_and_refused_where_nobody_thinks(
 
 async def test_a_wish_without_effect_is_named() -> None:
     async with asgi_client(make_app(ScriptedEngine())) as client:
-        body = {"messages": QUESTION, "reasoning_effort": "high", "enable_thinking": True}
+        kwargs = {"enable_thinkng": False}
+        body = {
+            "messages": QUESTION,
+            "reasoning_effort": "high",
+            "enable_thinking": True,
+            "chat_template_kwargs": kwargs,
+        }
         answer = await client.post("/v1/chat/completions", json=body)
-    assert set(answer.headers["x-headrace-ignored"].split(",")) == {"reasoning_effort", "enable_thinking"}
+    assert set(answer.headers["x-headrace-ignored"].split(",")) == {
+        "reasoning_effort",
+        "enable_thinking",
+        "chat_template_kwargs.enable_thinkng",
+    }
 
 
 async def test_a_demanded_call_begins_behind_the_thinking() -> None:
