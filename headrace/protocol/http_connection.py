@@ -323,8 +323,8 @@ class Cycle:
         self._started = False
         self._is_complete = False
         self._chunked = False
-        self._left_bytes = 0
-        """Of the body whose length the head told."""
+        self._left_bytes: int | None = None
+        """Of a body whose length the head told; None where it told none."""
 
     async def run(self) -> None:
         connection = self._connection
@@ -396,7 +396,9 @@ class Cycle:
     def _start(self, status: int, headers: Headers) -> None:
         if self._started:
             raise RuntimeError("An answer began twice.")
-        self._chunked = self.scope["method"] != "HEAD" and status not in (204, 304)
+        has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
+        self._chunked = has_body and self.scope["http_version"] != "1.0"  # there the connection's end is the body's
+        self._left_bytes = None if has_body else 0
         usual = self._connection.usual_headers()
         lines = [STATUS_LINE[status], usual, *[b"%s: %s\r\n" % pair for pair in headers]]
         for name, value in headers:
@@ -418,7 +420,7 @@ class Cycle:
 
     def _send_head(self) -> None:
         """No piece of a body followed at once."""
-        if self._head and not self._gone:
+        if self._head and not self._connection.transport.is_closing():
             self._connection.transport.write(self._head)
             self._head = b""
 
@@ -427,16 +429,17 @@ class Cycle:
             raise RuntimeError("A body came before its head, or after its end.")
         head, self._head = self._head, b""
         if self.scope["method"] == "HEAD":
-            body, self._left_bytes = b"", 0
+            body, self._left_bytes = b"", None
         if self._chunked:
             data = b"%s%x\r\n%s\r\n" % (head, len(body), body) if body else head
             if not more:
                 data += b"0\r\n\r\n"
         else:
             data = head + body if head else body
-            self._left_bytes -= len(body)
-            if self._left_bytes < 0:
-                raise RuntimeError("A body is longer than its head says.")
+            if self._left_bytes is not None:
+                self._left_bytes -= len(body)
+                if self._left_bytes < 0:
+                    raise RuntimeError("A body is longer than its head says.")
         if data:
             self._connection.transport.write(data)
         if not more:

@@ -205,6 +205,12 @@ def test_a_stream_is_chunked_and_a_head_has_no_body(port: int) -> None:
     assert exchanged(port, post("/", b"").replace(b"POST", b"HEAD")).endswith(b"\r\n\r\n")
 
 
+def test_a_client_of_http_1_0_gets_no_chunks(port: int) -> None:
+    head, _, body = exchanged(port, post("/stream", b"", last=False).replace(b"1.1", b"1.0")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert body == b"one two"
+
+
 def test_the_head_and_the_body_of_an_answer_come_together(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
         client.sendall(post("/", b"hello"))
