@@ -33,6 +33,7 @@ SHAPES = "576x1536,1536x576,576x960,576x49152,3584x18944"
 ROWS = "1,8,32,128,512"
 COLD_BYTES = 96 << 20
 MOST_COPIES = 48
+TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StopIteration:
         parser().error(f"--forms {args.forms}: there are {', '.join(FORMS)}")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
     machine = Machine(args.threads, args.variant, read_rate(args.threads, args.seconds), fma_rate(args.seconds))
     console.print(
         f"{machine.variant}, {machine.threads} threads: reads {machine.read_gb_s:.1f} GB/s, "
