@@ -115,7 +115,7 @@ def test_d06_memory_grows_for_days_until_it_crashes_at_night(core):
     assert core.add(request("refused", [1] * 600, max_tokens=4)) is not None
     run(core, [request(name, [1, 2, i], max_tokens=2, n=1 + i % 2) for i, name in enumerate(names)])
     gc.collect()
-    left = Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Request, Sequence)))
+    left = Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Request, Sequence))
     assert not left
     assert core._runner.num_sequences == 0
 
