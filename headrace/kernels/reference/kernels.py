@@ -131,6 +131,8 @@ class ReferenceKernels:
         self._keys.clear()
         self._values.clear()
         self._layout = None
+        if self.device != "cpu":
+            torch.cuda.empty_cache()  # torch keeps freed memory to itself
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
