@@ -1,3 +1,4 @@
+// Cuts a step into units: tiles first, then the runs of segments of those that would outlast the others.
 #include "attention_plan.h"
 
 #include <algorithm>
