@@ -234,8 +234,8 @@ class _Phases:
 def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
     """A plan that failed as plans that do the same: its halves, or the sequences at fault apart from the rest.
 
-    What is dropped goes with the first; a new sequence and its copied and loaded blocks go with the step that uses
-    them. Saves are done, and must not be again: the blocks may hold something else by now.
+    What is dropped goes with the first; a new sequence and its copied block go with the step that uses them. Saves are
+    done, and must not be again: the blocks may hold something else by now.
     """
     if guilty:
         groups = [[s for s in plan.steps if (s.seq_id in guilty) is chosen] for chosen in (False, True)]
@@ -254,7 +254,6 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
                 block_copies=tuple(pair for pair in plan.block_copies if pair[1] in blocks),
                 steps=tuple(steps),
                 saves=(),
-                loads=tuple(pair for pair in plan.loads if pair[1] in blocks),
             )
         )
     return divided

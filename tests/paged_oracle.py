@@ -104,7 +104,11 @@ class PagedOracle:
             else:
                 self.slots[block_id * size : (block_id + 1) * size] = self.host[slot]
         missing.update(target for source, target in plan.block_copies if source in missing)
-        lost = {step.seq_id for step in plan.steps if any(missing & {*own} for own in step.new_block_ids)}
+        lost = {
+            step.seq_id
+            for step in plan.steps
+            if any(missing & {*own} for own in (*step.new_block_ids, [block_id for _, block_id in step.loads]))
+        }
         for seq_id in lost:
             del self.rows[seq_id]
         sources, targets = {s for s, _ in plan.block_copies}, [t for _, t in plan.block_copies]

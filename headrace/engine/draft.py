@@ -29,6 +29,8 @@ class Draft:
     num_decodes: int = 0
     num_prefills: int = 0
     preempted: bool = False
+    num_loads: int = 0
+    """Blocks that the step fetches from the host tier."""
     short_of_blocks: bool = False
     """A running sequence with more to compute got no block for it."""
     new: list[NewSequence] = field(default_factory=list)

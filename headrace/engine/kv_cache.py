@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from headrace.config.kv_blocks import KVBlocks
@@ -43,6 +43,8 @@ class Prefix:
     block_ids: tuple[tuple[int, ...], ...]
     copy_from: tuple[int, ...] = ()
     loads: tuple[tuple[int, int, int], ...] = ()
+    more: bool = False
+    """The tier has blocks behind it, for `extend`."""
 
     @property
     def own_blocks(self) -> list[int]:
@@ -85,7 +87,6 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._compute_s = compute_s
         self._saves: list[tuple[int, int]] = []
-        self._loads: list[tuple[int, int]] = []
 
     @property
     def nothing(self) -> Prefix:
@@ -97,9 +98,10 @@ class KVCache:
         """Without prefix caching a sequence's blocks still have names, its own, if it can find them in the tier."""
         return self.enable_prefix_caching or self.tier is not None
 
-    def cached_prefix(self, seq: Sequence) -> Prefix:
+    def cached_prefix(self, seq: Sequence, most_loads: int | None = None) -> Prefix:
         """The cached prefix of full blocks that saves most time, leaving at least one token to compute: the longest,
-        unless computing its end again is faster than fetching that from the tier."""
+        unless computing its end again is faster than fetching that from the tier. Of one that would need more than
+        `most_loads` blocks from there, as much as they are enough for, or the least that is possible."""
         if not self.names_blocks:
             return self.nothing
         most = (len(seq.token_ids) - 1) // self.block_size
@@ -109,11 +111,20 @@ class KVCache:
             found.append(self._find(group, seq.block_keys[:end], unbroken=window is None))
             end = len(found[-1].block_ids)
         longest = next(self._lengths(found, end), 0)
-        if any(slot is not None for own in found for slot in own.slots):
-            best = self._best_length(found, end)
-            if best < longest and not self.moves.tried_anyway():
-                longest = best
-        return self._prefix(found, longest)
+        if not any(slot is not None for own in found for slot in own.slots):
+            return self._prefix(found, longest)
+        num_loads = self._num_loads(found)
+        best = max([*self._lengths(found, end), 0], key=lambda count: self._gain_s(count, num_loads(count)))
+        if best < longest and not self.moves.tried_anyway():
+            longest = best
+        if most_loads is None or num_loads(longest) <= most_loads:
+            return self._prefix(found, longest)
+        chosen = longest
+        for count in self._lengths(found, longest - 1):
+            chosen = count
+            if num_loads(count) <= most_loads:
+                break
+        return replace(self._prefix(found, chosen), more=chosen < longest)
 
     def _find(self, group: int, keys: list[BlockKey], unbroken: bool) -> _Found:
         """As far as all are found if `unbroken`."""
@@ -140,15 +151,14 @@ class KVCache:
             if all(run[count] >= count - self.blocks.first_seen(window, start) for window, run in runs):
                 yield count
 
-    def _best_length(self, found: list[_Found], end: int) -> int:
-        """The one that saves most time, of equal ones the longest; 0 where fetching is slower than computing."""
-        in_slots = [list(accumulate((slot is not None for slot in own.slots), initial=0)) for own in found]
+    def _num_loads(self, found: list[_Found]) -> Callable[[int], int]:
+        """How many blocks must be fetched to start behind so many."""
+        sums = [list(accumulate((slot is not None for slot in own.slots), initial=0)) for own in found]
+        return lambda count: sum(s[count] - s[first] for s, first in zip(sums, self._firsts(count), strict=True))
 
-        def gain(count: int) -> float:
-            loads = sum(sums[count] - sums[first] for sums, first in zip(in_slots, self._firsts(count), strict=True))
-            return self._compute_s(count * self.block_size) - loads * self.moves.load_s
-
-        return max([*self._lengths(found, end), 0], key=gain)
+    def _gain_s(self, count: int, num_loads: int) -> float:
+        """What starting behind `count` blocks saves; of equal ones the longest is looked at first."""
+        return self._compute_s(count * self.block_size) - num_loads * self.moves.load_s
 
     def _firsts(self, count: int) -> list[int]:
         """Of each group, the first block that the token after `count` blocks sees."""
@@ -204,11 +214,40 @@ class KVCache:
         ]
         for (group, i, slot), block_id in zip(prefix.loads, self.pool.allocate(len(prefix.loads)), strict=True):
             seq.block_tables[group][i] = block_id
-            self._loads.append((slot, block_id))
+            seq.loads.append((slot, block_id))
+        seq.fetching = prefix.more
         seq.num_announced_blocks = [0] * len(ends)
         seq.num_planned_tokens = seq.num_computed_tokens = start
         seq.num_published_blocks = min((i for _, i, _ in prefix.loads), default=whole)
         return True
+
+    def extend(self, seq: Sequence, most_loads: int) -> None:
+        """Fetch, into blocks that a running sequence has, what lies in the tier behind what it has planned, up to
+        `most_loads` blocks or the least that is possible; its next step then starts behind that. One token at least is
+        left to compute with the blocks it has."""
+        assert self.tier is not None
+        first = seq.num_planned_tokens // self.block_size
+        end = min((len(seq.token_ids) - 1) // self.block_size, min(map(len, seq.block_tables)) - 1)
+        windows = self.blocks.windows
+        slots: list[list[int | None]] = [[] for _ in windows]
+        runs = [0] * len(windows)
+        chosen: list[tuple[int, int]] = []
+        for i in range(first, end):
+            for group in range(len(windows)):
+                slots[group].append(self.tier.find(group, seq.block_keys[i]))
+                runs[group] = 0 if slots[group][-1] is None else runs[group] + 1
+            # All that it will hold behind the new start: what is held is given a name.
+            firsts = [max(first, self.blocks.first_held(window, (i + 1) * self.block_size)) for window in windows]
+            if chosen and sum(i + 1 - f for f in firsts) > most_loads:
+                break
+            if all(run >= i + 1 - f for run, f in zip(runs, firsts, strict=True)):
+                chosen = [(g, j) for g, f in enumerate(firsts) for j in range(f, i + 1)]
+                seq.num_planned_tokens = (i + 1) * self.block_size
+        else:
+            seq.fetching = False
+        loads = [(slots[g][j - first], seq.block_tables[g][j]) for g, j in chosen]
+        seq.loads = [(slot, block_id) for slot, block_id in loads if slot is not None]
+        self.tier.hold(slot for slot, _ in seq.loads)
 
     def advance(self, seq: Sequence) -> bool:
         """Before a step: give up blocks that no token from the next one on sees, and make room for every known token,
@@ -262,20 +301,18 @@ class KVCache:
 
     # the tier
 
-    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Saves (block, slot) and loads (slot, block) that the next plan must do."""
-        moves = tuple(self._saves), tuple(self._loads)
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """Those (block, slot) that the next plan must do. What it loads is in that plan already."""
+        saves = tuple(self._saves)
         self._saves.clear()
-        self._loads.clear()
         if self.tier is not None:
             self.tier.release()
-        return moves
+        return saves
 
-    def lose(self, seq: Sequence, loads: Iterable[tuple[int, int]]) -> None:
-        """What `seq` was to get from the tier is not there; nor is it worth asking again."""
-        held = {block_id for table in seq.block_tables for block_id in table}
-        for slot, block_id in loads:
-            if block_id in held and self.tier is not None:
+    def lose(self, loads: Iterable[tuple[int, int]]) -> None:
+        """What was to come from these slots, or to go there, is not to be had; nor is it worth asking again."""
+        for slot, _ in loads:
+            if self.tier is not None:
                 self.tier.discard(slot)
 
     def is_swapped(self, seq: Sequence) -> bool:

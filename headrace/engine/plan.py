@@ -46,12 +46,14 @@ class SequenceStep:
     new_block_ids: tuple[tuple[int, ...], ...]
     samples: bool
     num_scored: int = 0
+    loads: tuple[tuple[int, int], ...] = ()
+    """(slot of the host tier, block of the sequence): what lies before `start` and is fetched, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. Order: `dropped` is forgotten, `saves` (block, slot of the host tier) are done, `new` is added, then
-    come `loads` (slot, block) and `block_copies` (source, target), and every entry of `steps` is computed in one flat
+    come the loads of `steps` and `block_copies` (source, target), and every entry of `steps` is computed in one flat
     batch. A slot may be saved and loaded in one plan."""
 
     step: int
@@ -60,7 +62,10 @@ class Plan:
     block_copies: tuple[tuple[int, int], ...]
     steps: tuple[SequenceStep, ...]
     saves: tuple[tuple[int, int], ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        return [pair for step in self.steps for pair in step.loads]
 
     @property
     def num_tokens(self) -> int:

@@ -84,6 +84,10 @@ class Sequence:
     """Leading entries of each block table that plans have told the runtime."""
     block_keys: list[BlockKey] = field(default_factory=list)
     num_published_blocks: int = 0
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    """Slots of the host tier and blocks that the sequence's next step fetches."""
+    fetching: bool = False
+    """More of its blocks lie in the host tier than a step may fetch."""
     num_kept_blocks: int = 0
     """Of a preempted sequence, how many blocks of each group had a name when it gave them up."""
     num_passed_tokens: int = 0

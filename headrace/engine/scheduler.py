@@ -53,6 +53,9 @@ from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLo
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
+FIRST_LOADS = 16
+"""Blocks that a step fetches while answers stream, before it is known how long that takes."""
+
 
 class Scheduler:
     """Policy of the engine: requests in, plans out, results in, outputs out. Not thread-safe, does no I/O."""
@@ -201,9 +204,8 @@ class Scheduler:
         if not draft.steps and not self._dropped:
             return None
         dropped, self._dropped = tuple(self._dropped), {}
-        saves, loads = self.kv_cache.take_moves()
-        copies, steps = tuple(draft.block_copies), tuple(draft.steps)
-        plan = Plan(self._next_step, dropped, tuple(draft.new), copies, steps, saves, loads)
+        saves, copies = self.kv_cache.take_saves(), tuple(draft.block_copies)
+        plan = Plan(self._next_step, dropped, tuple(draft.new), copies, tuple(draft.steps), saves)
         self._next_step += 1
         return plan
 
@@ -251,16 +253,20 @@ class Scheduler:
                 if num_tokens == 0:
                     break
                 prefilling.remove(seq)
+                if seq.fetching:
+                    num_tokens = self._fetch(draft, seq)
                 if not self.kv_cache.advance(seq):
                     num_tokens = min(num_tokens, self.kv_cache.room(seq))
                     if num_tokens == 0:
                         draft.short_of_blocks = True
                         continue
             else:
-                prefix = self._prefix(seq)
+                prefix = self._prefix(draft, seq)
                 num_tokens = self._chunk(draft, seq, prefix.num_tokens)
                 if num_tokens == 0:
                     break
+                if prefix.more:
+                    num_tokens = 1
                 if not self.kv_cache.allocate(seq, prefix, reserve=len(self._running)):
                     self._waiting_reason = "kv_cache"
                     admitting = False
@@ -284,11 +290,24 @@ class Scheduler:
         wanted = seq.num_tokens - start if scored <= draft.scored_room else draft.scored_room
         return min(wanted, self._chunks.size(draft, wanted, start))
 
-    def _prefix(self, seq: Sequence) -> Prefix:
+    def _fetch(self, draft: Draft, seq: Sequence) -> int:
+        """Fetch more of what lies in the host tier; how many tokens to compute behind it, one while there is more."""
+        self.kv_cache.extend(seq, self._most_loads(draft))
+        return 1 if seq.fetching else max(1, self._chunk(draft, seq, seq.num_planned_tokens))
+
+    def _most_loads(self, draft: Draft) -> int:
+        """Blocks that the step may still fetch: any number, but while answers stream for as long as the target says."""
+        load_s = self.kv_cache.moves.load_s
+        if draft.num_decodes == 0 or not self.settings.enable_chunked_prefill:
+            return self.settings.num_host_blocks
+        most = FIRST_LOADS if load_s == 0.0 else max(1, int(self.settings.step_time_target_s / load_s))
+        return max(0, most - draft.num_loads)
+
+    def _prefix(self, draft: Draft, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
         if seq.request.scores:
             return self.kv_cache.nothing
-        cached = self.kv_cache.cached_prefix(seq)
+        cached = self.kv_cache.cached_prefix(seq, self._most_loads(draft))
         for sibling in seq.request.sequences.values():
             if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
                 forked = self.kv_cache.forked_prefix(sibling)
@@ -329,7 +348,9 @@ class Scheduler:
             draft.scored_room -= num_scored
         announced = zip(seq.block_tables, seq.num_announced_blocks, strict=True)
         new_block_ids = tuple(tuple(table[count:]) for table, count in announced)
-        draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples, num_scored))
+        loads, seq.loads = tuple(seq.loads), []
+        draft.num_loads += len(loads)
+        draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples, num_scored, loads))
         draft.load = draft.load.plus(num_tokens, start)
         draft.room -= num_tokens
         seq.num_announced_blocks = [len(table) for table in seq.block_tables]
@@ -357,7 +378,7 @@ class Scheduler:
             if seq is None:
                 continue
             if step.seq_id in lost:
-                self.kv_cache.lose(seq, plan.loads)
+                self.kv_cache.lose(step.loads)
                 self._preempt(seq)
                 continue
             seq.num_computed_tokens = step.start + step.num_tokens
@@ -401,10 +422,11 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> list[SequenceOutput]:
         """The step raised: its sequences, and forks held back behind them, end with finish_reason "error".
 
-        Nothing the step computed is published. What the plan dropped is announced again, since the runtime may
-        not have come that far; it must take an unknown id there as no error.
+        Nothing the step computed is published, nor is what it saved trusted. What the plan dropped is announced again,
+        since the runtime may not have come that far; it must take an unknown id there as no error.
         """
         self._dropped.update(dict.fromkeys(plan.dropped))
+        self.kv_cache.lose((slot, block_id) for block_id, slot in plan.saves)
         outputs = []
         for step in plan.steps:
             seq = self._by_id.get(step.seq_id)

@@ -215,9 +215,14 @@ class Runner:
 
 
 def _without_blocks(plan: Plan, failed: frozenset[int]) -> frozenset[int]:
-    """Sequences that got one of these blocks, or a copy of one."""
+    """Sequences that were to have one of these blocks filled, share one with those, or get a copy of one."""
     missing = failed.union(target for source, target in plan.block_copies if source in failed)
-    return frozenset(step.seq_id for step in plan.steps if any(missing.intersection(own) for own in step.new_block_ids))
+    return frozenset(
+        step.seq_id
+        for step in plan.steps
+        if any(block_id in failed for _, block_id in step.loads)
+        or any(missing.intersection(own) for own in step.new_block_ids)
+    )
 
 
 def _state(table: SequenceTable, row: int) -> SequenceSampling:

@@ -30,8 +30,8 @@ OTHER = Plan(
 )  # fmt: skip
 """What the first sequence had computed is saved, and its blocks are given to another."""
 AGAIN = Plan(
-    2, (2,), (replace(FIRST.new[0], seq_id=3),), (), (SequenceStep(3, 8, 3, ((9, 2, 7),), True),),
-    loads=((0, 9), (1, 2)),
+    2, (2,), (replace(FIRST.new[0], seq_id=3),), (),
+    (SequenceStep(3, 8, 3, ((9, 2, 7),), True, loads=((0, 9), (1, 2))),),
 )  # fmt: skip
 
 
@@ -112,10 +112,15 @@ def test_a_step_done_again_in_parts_saves_nothing_again(runner: Runner, monkeypa
     assert runner.execute(again).sampled[0].token_ids == first.sampled[0].token_ids
 
 
-def test_loads_go_with_the_step_that_uses_them() -> None:
-    step = SequenceStep(4, 0, 11, ((0, 1, 3),), True)
-    plan = replace(AGAIN, steps=(step, *AGAIN.steps))
-    assert [part.loads for part in parts(plan, frozenset())] == [(), AGAIN.loads]
+def test_blocks_may_be_fetched_in_the_middle_of_a_prompt(runner: Runner) -> None:
+    """The second block in a later step than the first, over a token of it that was computed between."""
+    first = runner.execute(FIRST)
+    runner.execute(OTHER)
+    runner.execute(replace(AGAIN, steps=(SequenceStep(3, 4, 1, ((9, 2, 7),), False, loads=((0, 9),)),)))
+    rest = replace(AGAIN, dropped=(), new=(), steps=(SequenceStep(3, 8, 3, ((),), True, loads=((1, 2),)),))
+    assert runner.execute(rest).sampled[0].token_ids == first.sampled[0].token_ids
+    runner.kernels.write_blocks = lambda *_: 1 / 0  # type: ignore[method-assign]
+    assert runner.execute(rest).lost == (3,)
 
 
 def test_a_cache_that_is_released_takes_the_host_memory_with_it(runner: Runner) -> None:

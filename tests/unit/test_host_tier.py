@@ -184,3 +184,32 @@ def test_a_fork_of_a_sibling_whose_blocks_do_not_come_is_computed_too() -> None:
         run.assert_tokens_as_if_alone("n")
         run.assert_tokens_as_if_alone("b")
         assert any(plan.loads for plan in run.plans)
+
+
+@pytest.mark.parametrize(("windows", "pieces"), [((None,), 3), ((None, 24), 3), ((24,), 1)])
+def test_while_answers_stream_a_long_prefix_is_fetched_a_piece_a_step(
+    windows: tuple[int | None, ...], pieces: int
+) -> None:
+    """Fetching all of it at once would stall them as computing it would. One token a step is computed in between. Of
+    layers with a window only the end is fetched."""
+    run = engine(
+        windows=windows, num_blocks=70 * len(windows), num_host_blocks=400, max_num_batched_tokens=32,
+        step_time_target_s=0.02, max_model_len=400,
+    )  # fmt: skip
+    run.step_s = lambda plan: 0.001 + 0.01 * plan.num_tokens
+    run.oracle.move_s = 0.004  # five blocks a step
+    serve(run, "a", prompt(200))
+    assert serve(run, "b", prompt(230, 1000)) == 0
+    assert serve(run, "c", prompt(230, 2000)) == 0
+    run.add("streams", prompt(9, 3000), max_tokens=60)
+    for _ in range(3):
+        run.step()
+    first = len(run.plans)
+    assert serve(run, "again", prompt(200), max_tokens=2) > 0
+    mine = [plan for plan in run.plans[first:] if plan.loads]
+    assert len(mine) >= pieces
+    assert max((len(plan.loads) for plan in mine[1:]), default=0) <= max(5, len(windows) * 8)
+    computed = sum(step.num_tokens for plan in run.plans[first:] for step in plan.steps) - 60
+    assert computed < 60, "most of it was fetched"
+    run.assert_tokens_as_if_alone("streams")
+    run.assert_nothing_left()
