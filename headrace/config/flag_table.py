@@ -50,7 +50,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
     Flag(
         "quantization",
         "text",
-        "Insist on the checkpoint's quantisation (awq, gptq, fp8, gguf ...); left out, the checkpoint says.",
+        "int8: quantise a plain checkpoint while it is loaded. Others insist on the checkpoint's own (gguf, awq ...).",
         MODEL,
         aliases=("q",),
         choices=(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.model import ModelConfig
+from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.config.settings import EngineSettings, ServerSettings
 
 
@@ -235,6 +236,17 @@ def _quantization_matches(setup: Setup, facts: ModelFacts) -> Finding | None:
     asked, found = setup.engine.quantization, facts.config.quantization
     method = quantization_method(asked) if asked is not None else None
     stored = quantization_method(found) if found is not None else None
+    if method == "int8":
+        if facts.config.family == OTHER_FAMILY:
+            return _error(
+                "--quantization int8: a model that runs in transformers' code keeps its weights. Leave the flag out."
+            )
+        if stored is None:
+            return None
+        return _error(
+            f"--quantization int8 is made of plain weights while they are loaded; this checkpoint is {found}: "
+            "leave the flag out."
+        )
     if method is not None and method != stored:
         if stored is None:
             return _error(

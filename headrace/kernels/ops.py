@@ -137,8 +137,8 @@ class Kernels(Protocol):
     """Memory of everything prepared so far."""
 
     # set-up
-    def prepare_weight(self, weight: Weight) -> Handle:
-        """A matrix for `linear`."""
+    def prepare_weight(self, weight: Weight, exact: bool = False) -> Handle:
+        """A matrix for `linear`. One wanted `exact` is not quantised beyond what the checkpoint holds."""
         ...
 
     def prepare_embedding(self, weight: Weight) -> Handle:

@@ -23,11 +23,11 @@ class Experts:
         cls, checkpoint: Checkpoint, kernels: Kernels, name: str, config: ModelConfig, parts: tuple[str, str, str]
     ) -> Experts:
         """`name` is the module that holds `gate` (the router) and `experts`; `parts` are an expert's projections:
-        gate, up and down."""
+        gate, up and down. The router is small and decides much: it is never quantised here."""
         gate, up, down = parts
         experts = [f"{name}.experts.{expert}" for expert in range(config.num_experts)]
         return cls(
-            Linear.load(checkpoint, kernels, [f"{name}.gate"]),
+            Linear.load(checkpoint, kernels, [f"{name}.gate"], exact=True),
             kernels.prepare_experts(checkpoint.stacked([f"{e}.{gate}.weight", f"{e}.{up}.weight"]) for e in experts),
             kernels.prepare_experts(checkpoint.matrix(f"{e}.{down}.weight") for e in experts),
             config.num_experts_per_token,

@@ -19,9 +19,11 @@ class Linear:
     bias: Handle | None = None
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, kernels: Kernels, names: Sequence[str], *, bias: bool = False) -> Linear:
+    def load(
+        cls, checkpoint: Checkpoint, kernels: Kernels, names: Sequence[str], *, bias: bool = False, exact: bool = False
+    ) -> Linear:
         """`names` are modules ("model.layers.0.mlp.up_proj"), their outputs side by side in this order."""
-        weight = kernels.prepare_weight(checkpoint.stacked([f"{name}.weight" for name in names]))
+        weight = kernels.prepare_weight(checkpoint.stacked([f"{name}.weight" for name in names]), exact)
         if not bias:
             return cls(weight)
         values = np.concatenate([checkpoint.vector(f"{name}.bias") for name in names])

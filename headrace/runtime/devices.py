@@ -60,7 +60,9 @@ def _native_kernels(settings: EngineSettings, config: ModelConfig, threads: int)
     from headrace.kernels.native import NativeKernels
 
     dtype = config.dtype if settings.dtype == "auto" else settings.dtype
-    return NativeKernels(dtype, threads, kv_cache_dtype=settings.kv_cache_dtype)
+    return NativeKernels(
+        dtype, threads, kv_cache_dtype=settings.kv_cache_dtype, int8_weights=settings.quantization == "int8"
+    )
 
 
 def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: int, wanted_for: str) -> Kernels:
@@ -77,7 +79,9 @@ def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: i
     dtype = settings.dtype
     if dtype == "auto":
         dtype = config.dtype if multiplies_natively(config.dtype) else "float32"
-    return ReferenceKernels("cpu", dtype, threads, kv_cache_dtype=settings.kv_cache_dtype)
+    return ReferenceKernels(
+        "cpu", dtype, threads, kv_cache_dtype=settings.kv_cache_dtype, int8_weights=settings.quantization == "int8"
+    )
 
 
 def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | None:
@@ -106,7 +110,11 @@ def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | No
             raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
         dtype = "float16"
     return ReferenceKernels(
-        "cuda", dtype, settings.threads or available_threads(), kv_cache_dtype=settings.kv_cache_dtype
+        "cuda",
+        dtype,
+        settings.threads or available_threads(),
+        kv_cache_dtype=settings.kv_cache_dtype,
+        int8_weights=settings.quantization == "int8",
     )
 
 

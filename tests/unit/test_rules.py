@@ -166,6 +166,15 @@ def test_an_awq_checkpoint_is_refused_by_name(words: list[str]) -> None:
     assert message.startswith("AWQ weights are not built yet")
 
 
+def test_int8_is_made_of_plain_checkpoints_only() -> None:
+    assert model_findings(setup("--quantization", "int8"), facts()) == []
+    (message,) = errors(model_findings(setup("--quantization", "int8"), facts(quantization="gguf")))
+    assert message == (
+        "--quantization int8 is made of plain weights while they are loaded; this checkpoint is gguf: "
+        "leave the flag out."
+    )
+
+
 def test_gguf_is_built() -> None:
     assert model_findings(setup("--quantization", "gguf", "--load-format", "gguf"), facts(quantization="gguf")) == []
 

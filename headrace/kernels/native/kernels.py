@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config import kv_cache_format
+from headrace.kernels.int8_weights import GROUP_SIZE, quantises, to_int8
 from headrace.kernels.native import library
 from headrace.kernels.native.library import address, contiguous
 from headrace.kernels.native.program import Program, Recording, Symbol, record
@@ -23,16 +24,20 @@ from headrace.kernels.native.sampling import sample
 from headrace.kernels.ops import Batch, BatchHandle, Float32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.weight import Weight, to_float32
 
+ROWS_AT_ONCE = 4096
+"""Of a matrix, turned back to float32."""
+
 THE_BATCH = object()
 """The handle of the batch while a forward is recorded: there is one, the step's."""
 
 
 class Matrix:
-    """A packed matrix [out, in] of the library, freed with this object."""
+    """A packed matrix [out, in] of the library, freed with this object; `grouped` if its checkpoint held few bits."""
 
-    def __init__(self, pointer: int, shape: tuple[int, int]) -> None:
+    def __init__(self, pointer: int, shape: tuple[int, int], grouped: bool) -> None:
         self.pointer = pointer
         self.shape = shape
+        self.grouped = grouped
         self.num_bytes: int = library.load().hr_matrix_bytes(pointer)
 
     def __del__(self) -> None:
@@ -83,6 +88,8 @@ class _Cache:
 class NativeKernels:
     """`dtype` float32, bfloat16 or float16; `variant` of `library.variants()`, the best by default.
 
+    With `int8_weights` dense weights but for embeddings become int8 as they are prepared (kernels/int8_weights.py).
+
     Raises LibraryMissing where csrc/ was not built.
     """
 
@@ -90,12 +97,19 @@ class NativeKernels:
     device = "cpu"
 
     def __init__(
-        self, dtype: str = "float32", threads: int = 1, *, kv_cache_dtype: str = "auto", variant: str | None = None
+        self,
+        dtype: str = "float32",
+        threads: int = 1,
+        *,
+        kv_cache_dtype: str = "auto",
+        int8_weights: bool = False,
+        variant: str | None = None,
     ) -> None:
         self.dtype = dtype
         self.threads = threads
         self.kv_cache_dtype = kv_cache_format.kv_cache_dtype(kv_cache_dtype, dtype)
         self.variant = variant or library.variants()[0]
+        self.int8_weights = int8_weights
         self.weight_bytes = 0
         self._library = library.load()
         self._device = _Device(self.variant, threads)
@@ -105,14 +119,33 @@ class NativeKernels:
 
     # set-up
 
-    def prepare_weight(self, weight: Weight) -> Matrix:
+    def prepare_weight(self, weight: Weight, exact: bool = False) -> Matrix:
+        if self.int8_weights and not exact and quantises(weight):
+            return self._pack(to_int8(weight), "int8")
         return self._pack(weight, "int8" if weight.bits and self.dtype != "float32" else "float")
 
     def prepare_embedding(self, weight: Weight) -> Matrix:
-        return self.prepare_weight(weight)
+        return self.prepare_weight(weight, exact=True)
 
     def prepare_tied(self, table: Matrix) -> Matrix:
-        return table
+        if not self.int8_weights or table.grouped or table.shape[1] % GROUP_SIZE:
+            return table
+        return self.prepare_weight(self._unpacked(table))
+
+    def _unpacked(self, matrix: Matrix) -> Weight:
+        """A dense matrix of the compute dtype as it was before it was packed."""
+        rows, width = matrix.shape
+        values = np.empty(
+            matrix.shape, {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
+        )
+        for start in range(0, rows, ROWS_AT_ONCE):
+            index = np.arange(start, min(start + ROWS_AT_ONCE, rows), dtype=np.int32)
+            part = np.empty((len(index), width), np.float32)
+            self._library.hr_matrix_rows(
+                self._device.pointer, matrix.pointer, index.ctypes.data, len(index), part.ctypes.data, width
+            )
+            values[start : start + len(index)] = _rounded(part, self.dtype)
+        return Weight(matrix.shape, values)
 
     def prepare_experts(self, weights: Iterable[Weight]) -> Experts:
         matrices = tuple(self.prepare_weight(weight) for weight in weights)
@@ -149,7 +182,7 @@ class NativeKernels:
         pointer = self._library.hr_matrix_new(self._device.pointer, ctypes.byref(source), library.SCHEMES[scheme])
         if not pointer:
             raise MemoryError(f"a matrix of {weight.shape[0]} x {weight.shape[1]} weights cannot be packed")
-        matrix = Matrix(pointer, weight.shape)
+        matrix = Matrix(pointer, weight.shape, weight.bits > 0)
         self.weight_bytes += matrix.num_bytes
         return matrix
 

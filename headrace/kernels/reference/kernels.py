@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.config import kv_cache_format
+from headrace.kernels.int8_weights import quantises, to_int8
 from headrace.kernels.ops import Batch, Float32, Int32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.reference import sampling
 from headrace.kernels.reference.attention import AttentionPlan, attend, plan_attention
+from headrace.kernels.reference.int8 import Int8Matrix, pack_int8
 from headrace.kernels.reference.kv_cache import CachePart, allocate_part
 from headrace.kernels.reference.linear import Matrix, TrustedHeights, multiply, pack
 from headrace.kernels.weight import Weight
@@ -58,6 +60,7 @@ class LoadedBatch:
 class ReferenceKernels:
     """`device` is cpu or cuda, `dtype` float32, bfloat16 or float16; `threads` None leaves torch's number.
 
+    With `int8_weights` dense weights but for embeddings become int8 as they are prepared (kernels/int8_weights.py).
     A CPU that cannot multiply `dtype` natively multiplies in float32: values are rounded to `dtype` wherever a
     buffer is written, as elsewhere.
     """
@@ -65,11 +68,18 @@ class ReferenceKernels:
     name = "reference"
 
     def __init__(
-        self, device: str = "cpu", dtype: str = "float32", threads: int | None = None, *, kv_cache_dtype: str = "auto"
+        self,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int | None = None,
+        *,
+        kv_cache_dtype: str = "auto",
+        int8_weights: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_format.kv_cache_dtype(kv_cache_dtype, dtype)
+        self.int8_weights = int8_weights
         self.weight_bytes = 0
         if threads is not None:
             torch.set_num_threads(threads)
@@ -84,8 +94,12 @@ class ReferenceKernels:
 
     # set-up
 
-    def prepare_weight(self, weight: Weight) -> Matrix:
-        matrix = pack(weight, self.device, self._dtype, self._multiply_dtype, self._trusted_heights)
+    def prepare_weight(self, weight: Weight, exact: bool = False) -> Matrix | Int8Matrix:
+        matrix: Matrix | Int8Matrix
+        if self.int8_weights and not exact and quantises(weight):
+            matrix = pack_int8(to_int8(weight), self.device)
+        else:
+            matrix = pack(weight, self.device, self._dtype, self._multiply_dtype, self._trusted_heights)
         self.weight_bytes += matrix.num_bytes
         return matrix
 
@@ -100,14 +114,14 @@ class ReferenceKernels:
         self.weight_bytes += weight.num_bytes
         return EmbeddingTable(weight, None)
 
-    def prepare_tied(self, table: EmbeddingTable) -> Matrix:
+    def prepare_tied(self, table: EmbeddingTable) -> Matrix | Int8Matrix:
         if table.weight is not None:
             return self.prepare_weight(table.weight)
         assert table.dense is not None
         dense = table.dense.float().cpu().numpy()
         return self.prepare_weight(Weight((dense.shape[0], dense.shape[1]), dense))
 
-    def prepare_experts(self, weights: Iterable[Weight]) -> tuple[Matrix, ...]:
+    def prepare_experts(self, weights: Iterable[Weight]) -> tuple[Matrix | Int8Matrix, ...]:
         return tuple(self.prepare_weight(weight) for weight in weights)
 
     def prepare_vector(self, values: NDArray[np.generic], exact: bool = False) -> Tensor:
@@ -194,7 +208,7 @@ class ReferenceKernels:
         assert table.weight is not None
         return torch.from_numpy(table.weight.rows(batch.token_ids).to_float32()).to(self._dtype)
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
         return multiply(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -260,8 +274,8 @@ class ReferenceKernels:
         self,
         x: Tensor,
         router: Tensor,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
+        gate_up: Sequence[Matrix | Int8Matrix],
+        down: Sequence[Matrix | Int8Matrix],
         *,
         top_k: int,
         normalize: bool,

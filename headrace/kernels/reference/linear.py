@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headrace.kernels.reference.int8 import Int8Matrix, multiply_int8
 from headrace.kernels.weight import Weight
 
 TILE_ROWS = 32
@@ -55,8 +56,10 @@ def pack(
     return Matrix(torch.ops.mkldnn._reorder_linear_weight(values, TILE_ROWS), weight.shape[0], True, heights)
 
 
-def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, matrix: Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
     """x [rows, in] @ matrix.T + bias -> [rows, out] in x's dtype."""
+    if isinstance(matrix, Int8Matrix):
+        return multiply_int8(x, matrix, bias)
     inputs = x.to(matrix.values.dtype)
     if bias is not None:
         bias = bias.to(matrix.values.dtype)
