@@ -90,14 +90,16 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
             path = models / f"{file}.gguf"
             command = (server, "-m", str(path), "--host", "127.0.0.1", "--port", "{port}", "-t", str(threads),
                        "-np", "32", "-c", "262144", "--no-kv-unified", "--alias", "m")  # fmt: skip
-            rate = (bench, "-m", str(path), "-t", str(threads), "-p", "0", "-n", "128", "-r", "3", "-o", "json")
+            rate: tuple[str, ...] = ()
+            if bench is not None:
+                rate = (bench, "-m", str(path), "-t", str(threads), "-p", "0", "-n", "128", "-r", "3", "-o", "json")
             scheme = {"bf16": "bf16", "q8_0": "int8"}.get(file, "4-bit")
-            add(Contestant(f"llama.cpp {file}", scheme, command, "m", bench=rate if bench else ()), path)
+            add(Contestant(f"llama.cpp {file}", scheme, command, "m", bench=rate), path)
     program = shutil.which(vllm or "vllm")
     if program is None:
         missing.append("vLLM: vllm is not on PATH")
     else:
-        command = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
+        serving = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
                    "--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         environment = {
@@ -108,7 +110,7 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
         }
-        add(Contestant("vLLM bf16", "bf16", command, "m", environment), hf)
+        add(Contestant("vLLM bf16", "bf16", serving, "m", environment), hf)
     return found, missing
 
 

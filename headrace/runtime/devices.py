@@ -76,7 +76,7 @@ def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: i
         raise ConfigError(
             f"{wanted_for} torch is needed and cannot be imported ({error}): pip install 'headrace[engine,torch]'."
         ) from error
-    dtype = settings.dtype
+    dtype: str = settings.dtype
     if dtype == "auto":
         dtype = config.dtype if multiplies_natively(config.dtype) else "float32"
     return ReferenceKernels(

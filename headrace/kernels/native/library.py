@@ -186,7 +186,7 @@ def load() -> ctypes.CDLL:
 @cache
 def variants() -> tuple[str, ...]:
     """The kernels' variants that this CPU can run, best first; the last is "portable"."""
-    library, names = load(), []
+    library, names = load(), list[str]()
     while (name := library.hr_variant_name(len(names))) is not None:
         names.append(name.decode())
     return tuple(names)
