@@ -60,7 +60,7 @@ class LLM:
         """
         for name in flags:
             flag = FLAG_BY_NAME.get(canonical(name))
-            if flag is not None and flag.group == ADDRESS:
+            if flag is not None and (flag.group == ADDRESS or flag.name == "max-num-queued-tokens"):
                 raise ConfigError(f"LLM: {name} belongs to the server; in process there is none. Leave it out.")
         launch = load_given(parse_table(flags, model))
         for notice in launch.notices:

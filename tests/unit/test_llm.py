@@ -224,8 +224,9 @@ def test_flags_that_cannot_work_are_all_named(model: Path) -> None:
         LLM(str(model), max_num_seq=4, gpu_memory_utilization=1.5, tensor_parallel_size=2)
     for said in ("max_num_seq", "max-num-seqs", "1.5", "tensor_parallel_size"):
         assert said in str(caught.value)
-    with pytest.raises(ConfigError, match="port belongs to the server"):
-        LLM(str(model), port=8000)
+    for name in ("port", "max_num_queued_tokens"):
+        with pytest.raises(ConfigError, match=f"{name} belongs to the server"):
+            LLM(str(model), **{name: 8000})
 
 
 def test_importing_headrace_brings_no_engine() -> None:
