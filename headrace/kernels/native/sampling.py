@@ -76,6 +76,8 @@ def sample(device: int, logits: Float32, rows: SamplingRows) -> SampledRows:
         if rows.scored is not None:
             reports["scored_logprobs"], arguments.scored_logprobs = wanted(len(rows.scored.token_ids), np.float32)
     library.load().hr_sample(device, ctypes.byref(arguments))
+    if (broken == 2).any():
+        raise MemoryError(f"no memory to choose tokens of {vocab} in")
     if broken.any():
         raise InvalidLogits(np.flatnonzero(broken).tolist())
     return SampledRows(token_ids, **reports)
