@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -123,6 +124,7 @@ async def run_engine(
     `banner` is called once the model is ready. 1: it could not start, and standard error says why.
     """
     started = time.monotonic()
+    bound_heaps()
     metrics = EngineMetrics(server_settings.served_model_names[0])
     client = EngineClient(engine_settings, metrics)
     ending.clients.append(client)
@@ -227,6 +229,18 @@ async def _end(
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def bound_heaps() -> None:
+    """Have the C library keep two heaps, not one for each thread that once read a long text, and give back free ones.
+
+    It is the same for the core, whose environment says so; this process has begun before it could be told.
+    """
+    M_ARENA_MAX, M_TRIM_THRESHOLD = -8, -1
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_ARENA_MAX, 2)
+        mallopt(M_TRIM_THRESHOLD, 1 << 20)
 
 
 def leave_soon(status: int) -> None:

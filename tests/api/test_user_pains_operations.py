@@ -35,6 +35,7 @@ from headrace.server.engine_client import EngineClient
 from headrace.server.metrics import EngineMetrics
 from headrace.server.model_text import model_text
 from tests.scripted_engine import asgi_client, server_settings
+from tests.serving import running_server
 from tests.tiny_models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,18 @@ async def test_d04_the_engine_is_frozen_and_health_says_200_for_hours(model):
         assert (await client.get("/health")).json()["error"]["code"] == "engine_stuck"
         assert (await asyncio.wait_for(waiting, 12)).json()["choices"] == expected
         await until(lambda: health(200))
+
+
+async def test_d06_long_texts_leave_a_hundred_megabytes_behind(model, tmp_path):
+    """Every thread that once read one keeps a heap of its own. Ours keeps two for all of them."""
+    flags = ("--model", str(model), "--kv-cache-memory-bytes", "8M")
+    with running_server(tmp_path / "server.log", flags) as server:
+        before = server.process.memory_full_info().uss
+        async with httpx.AsyncClient(timeout=120) as client:
+            body = {"prompt": "word " * 20_000}
+            asked = [client.post(server.base_url + "/completions", json=body) for _ in range(12)]
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {400}
+        assert server.process.memory_full_info().uss - before < 45e6
 
 
 @pytest.mark.asyncio(loop_scope="module")
