@@ -219,7 +219,8 @@ async def _pass(
     pairs = [(n, v) for n, v in parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True) if n != "model"]
     query = [(n, split_id(v)[0] if n in ("after", "before") else v) for n, v in pairs]
     method = "GET" if exchange.method == "HEAD" else exchange.method
-    exchange.answer_headers.append((b"x-gateway-upstream", upstream.name.encode("ascii", "replace")))
+    others = [pair for pair in exchange.answer_headers if pair[0] != b"x-gateway-upstream"]
+    exchange.answer_headers = [*others, (b"x-gateway-upstream", upstream.name.encode("ascii", "replace"))]
     with exchange.leaving():
         try:
             async with asyncio.timeout(upstream.timeouts.total_s):

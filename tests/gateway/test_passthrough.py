@@ -186,6 +186,7 @@ def test_a_stored_response_is_looked_for_where_it_may_be(
     second.answer = replies.responses("found", model="only-second")
     answer = gateway.client.get("/v1/responses/resp_9?include=x")
     assert answer.status_code == 200 and answer.json()["object"] == "response"
+    assert answer.headers.get_list("x-gateway-upstream") == ["second"]
     assert second.last.target == "/v1/responses/resp_9?include=x"
     second.answer = replies.error(404, "no such response")
     assert gateway.client.delete("/v1/responses/resp_9").status_code in (404, 502)
