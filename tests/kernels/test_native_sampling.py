@@ -33,6 +33,10 @@ def kernels_of(variant: str, threads: int) -> NativeKernels:
     return NativeKernels(threads=threads, variant=variant)
 
 
+def teardown_module() -> None:
+    kernels_of.cache_clear()
+
+
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return kernels_of(*request.param)
