@@ -17,6 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.grammar import DeadEnd, Grammar, GrammarError, TokenKinds, mask_of
+from headrace.runtime.grammar_check import GrammarCheck, Words
+from headrace.runtime.grammar_store import SHORT_CHARS
 from headrace.text.tokenizer import Tokenizer
 
 LIMITS = llguidance.LLParserLimits(
@@ -41,7 +43,7 @@ _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 class GrammarCompiler:
-    """Compiles for one model, in any thread; while it compiles, others run."""
+    """Compiles for one model, in two threads at the most: one for short texts, one for long. Others run meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size` is the width of the logits. Takes half a second for 50,000 tokens, and 25 MB."""
@@ -50,14 +52,18 @@ class GrammarCompiler:
         stops = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
         digits = [token_id for token_id, text in enumerate(token_bytes) if text[:1].isdigit()]
         zeros = [token_id for token_id in digits if token_bytes[token_id].startswith(b"0")]
-        words = -(-vocab_size // 32)
-        self._kinds = TokenKinds(token_bytes, mask_of(digits, words), mask_of(zeros, words))
+        width = -(-vocab_size // 32)
+        self._kinds = TokenKinds(token_bytes, mask_of(digits, width), mask_of(zeros, width))
         # A model without an end token has one here that it never generates, so its answers end by being complete.
+        words = Words(token_bytes, [i for i in range(known) if tokenizer.is_special(i)], stops)
+        self._checks = {is_short: GrammarCheck(words) for is_short in (True, False)}
         view: Any = _LibraryView(token_bytes, tokenizer, stops[0] if stops else vocab_size - 1)
         self._library = llguidance.LLTokenizer(view, n_vocab=vocab_size, eos_token=stops or None)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Takes a millisecond, at the worst two seconds. Raises GrammarError."""
+        """Takes some milliseconds, at the worst a few seconds. Raises GrammarError."""
+        if not self._checks[len(spec.text) <= SHORT_CHARS].survives(spec):
+            raise GrammarError(f"`{spec.field}` takes too much time or memory to be compiled.", spec.field)
         matcher = llguidance.LLMatcher(self._library, library_grammar(spec), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _grammar_error(spec, matcher.get_error())

@@ -23,6 +23,8 @@ from headrace.runtime.grammar import Grammar, GrammarError
 
 KEPT = 64
 SHORT_CHARS = 4096
+STACK_BYTES = 16 << 20
+"""Of the compiling threads; what needs more than half of it has been refused (grammar_check.py)."""
 NICENESS = 10
 """Of the compiling threads, from 0 to 19: on a busy processor it gets a tenth of what a step's thread gets."""
 
@@ -75,7 +77,11 @@ class GrammarStore:
             is_short = len(spec.text) <= SHORT_CHARS
             if is_short not in self._threads:
                 self._threads[is_short] = ThreadPoolExecutor(1, "grammar", initializer=_step_back)
-            future = self._compiling[key] = self._threads[is_short].submit(self._compiled, spec)
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                future = self._compiling[key] = self._threads[is_short].submit(self._compiled, spec)
+            finally:
+                threading.stack_size(usual)
             future.add_done_callback(self._tell)
         return False
 
