@@ -127,6 +127,8 @@ def _lark(text: str, field: str) -> str:
     if len(text) > MAX_GRAMMAR_CHARS:
         message = f"`{field}` has {len(text):,} characters; a grammar may have {MAX_GRAMMAR_CHARS:,}."
         raise GrammarError(message, field)
+    if "::=" not in text:
+        return text
     try:
         return str(any_to_lark(_ESCAPED.sub(_character, text)))
     except RecursionError:

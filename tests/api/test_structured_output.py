@@ -155,7 +155,7 @@ def refused(server: Server, **fields: Any) -> dict[str, Any]:
         ({"guided_regex": "a" * 1_100_000}, "guided_regex", "at most 1,048,576"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "root ::= x"}, "guided_grammar", "Rule 'x' not found"),
-        ({"ebnf": "nothing"}, "ebnf", "no grammar that can be read"),
+        ({"ebnf": "nothing"}, "ebnf", "cannot be used"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "structural_tag", "no tags"),
         ({"structural_tag": {"format": {"type": "sekwence"}}}, "structural_tag.format.type", "sekwence"),
         (
