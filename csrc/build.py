@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off "
+    "-std=c++17 -O2 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off "
     "-Wall -Wextra -Werror -pthread"
 ).split()
 AVX2 = "-mavx2 -mfma -mf16c".split()
