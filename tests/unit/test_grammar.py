@@ -235,7 +235,9 @@ def _chain(length: int, ref: str) -> dict[str, object]:
 
 HOSTILE: dict[str, GrammarSpec] = {
     "a chain of references": json_schema_grammar(_chain(9000, "items"), "f"),
-    "a chain of rules": spec_of("grammar", "start: r0" + "".join(f"\nr{i}: r{i+1}" for i in range(2000)) + '\nr2000: "a"'),
+    "a chain of rules": spec_of(
+        "grammar", "start: r0" + "".join(f"\nr{i}: r{i + 1}" for i in range(2000)) + '\nr2000: "a"'
+    ),
     "multiples": json_schema_grammar({"allOf": [{"multipleOf": n} for n in (99991, 99989, 99971, 99961)]}, "f"),
     "many patterns": json_schema_grammar({"patternProperties": {f"^a{i}$": {} for i in range(2000)}}, "f"),
     "a?a?a?": spec_of("regex", "a?" * 16_000),
