@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-gateway bench-kernels
+.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-compare bench-gateway bench-kernels
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make lint           ruff, mypy, import-linter'
 	@echo 'make format         let ruff rewrite the files'
 	@echo 'make bench          start a server, put load on it, print the result'
+	@echo 'make bench-compare  Headrace beside other servers under four loads; BASE=file shows what changed since'
 	@echo 'make bench-gateway  what the gateway adds to a request'
 	@echo 'make bench-kernels  products with weights beside what the CPU can do'
 
@@ -91,6 +92,9 @@ format: $(VENV)/.dev-stamp
 
 bench: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/python -m headrace.bench.serve --start-server $(ARGS)
+
+bench-compare: $(VENV)/.setup-stamp $(KERNELS)
+	@exec $(BIN)/python -m headrace.bench.compare $(if $(BASE),--base $(BASE)) $(ARGS)
 
 bench-gateway: $(VENV)/.setup-stamp
 	@exec $(BIN)/python -m headrace.bench.gateway $(ARGS)
