@@ -23,6 +23,8 @@ from tests.serving import HEADRACE, free_port
 from tests.tiny_models import tiny_llama
 
 KV_CACHE = ["--kv-cache-memory-bytes", str(8 << 20)]
+SLOW_START = [*KV_CACHE, "--kernels", "reference"]
+"""torch takes a second or two, long enough to be seen loading."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ class Running:
 
 
 def test_it_says_503_until_the_log_says_complete_and_drains_on_sigterm(model, tmp_path):
-    server = Running(model, tmp_path / "log")
+    server = Running(model, tmp_path / "log", flags=SLOW_START)
     loading = server.wait_until(503)
     assert loading["error"]["code"] == "engine_loading"
     assert "Application startup complete" not in server.log()
@@ -155,7 +157,7 @@ def test_a_killed_core_breaks_streams_visibly_and_comes_back_and_ctrl_c_ends_it_
 
 
 def test_ctrl_c_while_loading_leaves_nothing(model, tmp_path):
-    server = Running(model, tmp_path / "log")
+    server = Running(model, tmp_path / "log", flags=SLOW_START)
     server.wait_until(503)
     assert server.end(signal.SIGINT, within_s=2.0) == 0
 

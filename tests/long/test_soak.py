@@ -37,7 +37,7 @@ FLAGS = (
     "--max-num-queued-reqs", "16",
 )  # fmt: skip
 LONGEST_PROMPT_WORDS = 600
-GROWTH_LIMIT_MB = 10
+GROWTH_LIMIT_MB = 20
 
 
 @dataclass(frozen=True)
