@@ -33,7 +33,6 @@ expected to execute plans in order; that is all that keeps a block safe that was
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from typing import Literal
@@ -42,8 +41,9 @@ from headrace.engine.accept import accept_tokens, unreported
 from headrace.engine.admission import Refusal, SchedulerSettings, refusal
 from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
+from headrace.engine.integrity import check_blocks, check_sequences
 from headrace.engine.kv_cache import KVCache, Prefix
-from headrace.engine.plan import NO_BLOCK, NewSequence, Plan, Sampled, SequenceStep, StepResult
+from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
 from headrace.engine.queue import Queue
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
@@ -482,38 +482,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, sequence and request is accounted for exactly once."""
-        pool, size = self.kv_cache.pool, self.settings.block_size
-        pool.check_integrity()
-        if self.kv_cache.tier is not None:
-            self.kv_cache.tier.check_integrity()
-        tables = [(seq, g, table) for seq in self._running for g, table in enumerate(seq.block_tables)]
-        held = Counter(block_id for _, _, table in tables for block_id in table if block_id != NO_BLOCK)
-        for block_id in range(pool.num_blocks):
-            assert pool.ref_count(block_id) == held[block_id], f"block {block_id}: count and block tables disagree"
-        for seq in self._running:
-            assert seq.state is SequenceState.RUNNING
-            assert self._by_id[seq.seq_id] is seq
-            assert seq.num_computed_tokens <= seq.num_planned_tokens <= seq.num_tokens
-            assert len(seq.block_tables) == len(self.settings.windows)
-            most = self.settings.blocks.most_held(seq.num_tokens)
-            assert sum(map(len, seq.block_tables)) - sum(seq.first_blocks) <= most, f"{seq.seq_id} holds too much"
-        for seq, group, table in tables:
-            first = seq.first_blocks[group]
-            assert [block_id == NO_BLOCK for block_id in table] == [i < first for i in range(len(table))]
-            assert len(table) * size >= seq.num_planned_tokens, f"{seq.seq_id} writes beyond its blocks"
-            for block_id in table[max(first, seq.num_computed_tokens // size) :]:
-                assert held[block_id] == 1, f"block {block_id} is shared and {seq.seq_id} writes to it"
-        for seq in self._queue:
-            assert seq.state is SequenceState.WAITING
-            assert not seq.block_tables
-            assert seq.num_planned_tokens == 0
-        alive = [seq for request in self._requests.values() for seq in request.sequences.values()]
-        assert len(alive) == len(self._running) + len(self._queue), "a sequence is in no list, or in two"
-        assert len(self._by_id) == len(self._running) <= self.settings.max_running
-        assert all(request.sequences for request in self._requests.values()), "a request has no sequence left"
-        queued = [request.num_prompt_tokens for request in self._requests.values() if not request.started]
-        assert (self._queue.num_requests, self._queue.num_tokens) == (len(queued), sum(queued))
-        assert not self._dropped.keys() & self._by_id.keys()
+        check_blocks(self.kv_cache, self._running, self.settings)
+        check_sequences(self._requests, self._running, self._queue, self._by_id, self._dropped, self.settings)
 
 
 def _turn(seq: Sequence) -> tuple[int, bool, int, Rank]:
