@@ -57,7 +57,7 @@ def test_a_norm_is_its_formula_over_the_row_or_each_of_its_heads(kernels: Native
     for parts in (1, 3):
         x, weight = random(rows, parts * width), random(width, seed=1)
         handle = kernels.prepare_vector(weight)
-        normed = kernels.evaluate(lambda _, x: kernels.rms_norm(x, handle, 1e-5), [x])  # noqa: B023
+        normed = kernels.evaluate(lambda _, x, handle=handle: kernels.rms_norm(x, handle, 1e-5), [x])
         np.testing.assert_allclose(normed, exact_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-7)
 
 
@@ -66,8 +66,9 @@ def test_a_norm_with_a_residual_gives_the_sum_and_its_norm(kernels: NativeKernel
     x, residual, weight = random(7, width), random(7, width, seed=1), random(width, seed=2)
     handle = kernels.prepare_vector(weight)
     both = [
-        kernels.evaluate(lambda _, x, r: kernels.add_rms_norm(x, r, handle, 1e-5)[i], [x, residual]) for i in (0, 1)
-    ]  # noqa: B023
+        kernels.evaluate(lambda _, x, r, i=i: kernels.add_rms_norm(x, r, handle, 1e-5)[i], [x, residual])
+        for i in (0, 1)
+    ]
     np.testing.assert_array_equal(both[1], x + residual)
     np.testing.assert_allclose(both[0], exact_norm(x + residual, weight, 1e-5), rtol=2e-6, atol=1e-7)
 
