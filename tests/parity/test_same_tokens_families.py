@@ -51,4 +51,4 @@ def test_constant_preemption_gives_the_same_tokens(model: Path, alone: Tokens) -
     core = engine(model, SMALLEST_CACHE[open_model(model).config.family], max_model_len=80, max_num_batched_tokens=16)
     sequences = run(core, REQUESTS)
     assert tokens(sequences) == alone
-    assert sum(s.num_preemptions for s in sequences.values()) >= 5
+    assert sum(s.num_preemptions for s in sequences.values()) >= 2

@@ -62,7 +62,7 @@ def test_constant_swapping_gives_the_same_tokens(
     sequences = run(core, REQUESTS)
     stats = core._scheduler.stats(0.0)
     assert tokens(sequences) == alone
-    assert sum(s.num_preemptions for s in sequences.values()) >= 5
+    assert sum(s.num_preemptions for s in sequences.values()) >= 2
     assert stats.host_saved_total > 0
     if swap_space_bytes > 1 << 20:
         assert stats.host_loaded_total > 0
