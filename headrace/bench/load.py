@@ -147,7 +147,7 @@ async def run_load(
     """Send all requests, at most `max_concurrency` at once, `request_rate` a second (Poisson; inf: without waiting)."""
     gate = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     rng = random.Random(seed)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # llama-server drops a connection it kept alive
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 

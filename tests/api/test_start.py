@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.serving import running_server
 
-START_LIMIT_S = 12.0
-"""8 s are promised on a machine that does nothing else (7.3 to 7.7 measured); this one may be busy."""
-PSS_LIMIT_MB = 960
-"""With the gateway, alone on the machine, 931 to 935 were measured: float32 weights are 538 of it, torch 230."""
+START_LIMIT_S = 8.0
+"""2 s are what a machine that does nothing else needs; this one may be busy."""
+PSS_LIMIT_MB = 450
+"""With the gateway, about 250 were measured; weights in their own bits are 97 of it."""
 TRIES = 4
 """The machine may be busy with something else; what is promised is that it can be done."""
 
@@ -28,7 +28,7 @@ def one_start(folder: Path) -> tuple[float, float]:
     return seconds, pss_mb
 
 
-def test_up_is_healthy_within_12_seconds_and_960_megabytes(tmp_path: Path) -> None:
+def test_up_is_healthy_within_8_seconds_and_450_megabytes(tmp_path: Path) -> None:
     starts = []
     for i in range(TRIES):
         starts.append(one_start(tmp_path / str(i)))
