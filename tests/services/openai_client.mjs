@@ -75,7 +75,7 @@ const scenarios = {
   unknownModel: () => failure(client.chat.completions.create({ ...greedy, model: "gpt-5" })),
   tooLong: () => failure(client.chat.completions.create({ ...greedy, max_tokens: 1000000 })),
   badTemperature: () => failure(client.chat.completions.create({ ...greedy, temperature: -1, stream: true })),
-  tools: () => failure(client.chat.completions.create({ ...greedy, tools: [{ type: "function", function: { name: "f", parameters: {} } }] })),
+  prediction: () => failure(client.chat.completions.create({ ...greedy, prediction: { type: "content", content: "x" } })),
 };
 
 console.log(JSON.stringify(await scenarios[scenario]()));

@@ -94,7 +94,7 @@ def test_a_client_that_leaves_a_stream_is_served_again(scenario: Scenario, whole
         ("unknownModel", "NotFoundError", 404, "model_not_found", "model", MODEL_NAME),
         ("tooLong", "BadRequestError", 400, "context_length_exceeded", "max_tokens", "4096"),
         ("badTemperature", "BadRequestError", 400, "invalid_value", "temperature", "-1"),
-        ("tools", "BadRequestError", 400, "unsupported_parameter", "tools", "tools"),
+        ("prediction", "BadRequestError", 400, "unsupported_parameter", "prediction", "prediction"),
     ],
 )
 def test_a_refusal_becomes_the_clients_typed_error(
