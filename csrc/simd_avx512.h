@@ -4,38 +4,14 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
+
+#include "simd_x86.h"
 
 namespace HR_ISA {
-
-constexpr int kLanes = 16;
 
 struct Vec {
   __m512 v;
 };
-
-static inline float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-static inline uint32_t to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-static inline float half_to_float(uint16_t half) { return _cvtsh_ss(half); }
-static inline uint16_t float_to_half(float value) {
-  return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-static inline float bf16_to_float(uint16_t value) { return from_bits(static_cast<uint32_t>(value) << 16); }
-static inline uint16_t float_to_bf16(float value) {
-  uint32_t bits = to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
 
 // Lanes 0 .. n - 1; n may be below 0 or above 16.
 static inline __mmask16 first_lanes(int n) {

@@ -4,27 +4,14 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "simd_scalar.h"
 
 namespace HR_ISA {
-
-constexpr int kLanes = 16;
 
 struct Vec {
   float v[kLanes];
 };
-
-static inline float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-static inline uint32_t to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 
 static inline float half_to_float(uint16_t half) {
   uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31, mantissa = half & 1023;
@@ -44,14 +31,6 @@ static inline uint16_t float_to_half(float value) {
   }
   uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
-}
-
-static inline float bf16_to_float(uint16_t value) { return from_bits(static_cast<uint32_t>(value) << 16); }
-
-static inline uint16_t float_to_bf16(float value) {
-  uint32_t bits = to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
 #define HR_EACH(expression)                 \
