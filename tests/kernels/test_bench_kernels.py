@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-native = pytest.importorskip("headrace.kernels.native.library")
-try:
-    native.variants()
-except native.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
-
-from headrace.bench import kernels as bench  # noqa: E402
+from headrace.bench import kernels as bench
 
 
 def test_every_form_is_measured_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

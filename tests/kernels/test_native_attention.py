@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-native = pytest.importorskip("headrace.kernels.native.library")
-try:
-    VARIANTS = native.variants()
-except native.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
 
 from headrace.config.kv_cache_format import KV_CACHE_FORMATS  # noqa: E402
-from headrace.kernels.native import NativeKernels  # noqa: E402
+from headrace.kernels.native import NativeKernels, variants  # noqa: E402
 from headrace.kernels.ops import Batch, KVCacheLayout  # noqa: E402
+
+VARIANTS = variants()
 
 DTYPES = tuple(KV_CACHE_FORMATS)
 NUM_LAYERS, LAYER = 2, 1

@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-native = pytest.importorskip("headrace.kernels.native.library")
-try:
-    VARIANTS = native.variants()
-except native.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+from headrace.kernels.native import NativeKernels, variants
+from headrace.kernels.ops import Batch, KVCacheLayout
 
-from headrace.kernels.native import NativeKernels  # noqa: E402
-from headrace.kernels.ops import Batch, KVCacheLayout  # noqa: E402
+VARIANTS = variants()
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 16, 80, 4, 2, 8, 500
 Q, K, V = (

@@ -8,16 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-native = pytest.importorskip("headrace.kernels.native.library")
-try:
-    VARIANTS = native.variants()
-except native.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+from headrace.kernels.native import NativeKernels, variants
+from headrace.kernels.native.kernels import Matrix
+from headrace.kernels.ops import Batch
+from headrace.kernels.weight import Weight
 
-from headrace.kernels.native import NativeKernels  # noqa: E402
-from headrace.kernels.native.kernels import Matrix  # noqa: E402
-from headrace.kernels.ops import Batch  # noqa: E402
-from headrace.kernels.weight import Weight  # noqa: E402
+VARIANTS = variants()
 
 DENSE_SHAPES = [(1, 1), (16, 64), (33, 35), (47, 256), (100, 515)]
 GROUPED_SHAPES = [(16, 128), (33, 256), (50, 640)]

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-native = pytest.importorskip("headrace.kernels.native.library")
-try:
-    VARIANTS = native.variants()
-except native.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+from headrace.kernels.native import NativeKernels, variants
+from headrace.kernels.ops import Batch
+from headrace.kernels.weight import Weight
 
-from headrace.kernels.native import NativeKernels  # noqa: E402
-from headrace.kernels.ops import Batch  # noqa: E402
-from headrace.kernels.weight import Weight  # noqa: E402
+VARIANTS = variants()
 
 WIDTHS = [1, 5, 16, 17, 64, 100, 577]
 ROWS = [1, 2, 33]

@@ -14,15 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-library = pytest.importorskip("headrace.kernels.native.library")
-try:
-    VARIANTS = library.variants()
-except library.LibraryMissing as missing:
-    pytest.skip(str(missing), allow_module_level=True)
 
-from headrace.kernels.native import NativeKernels  # noqa: E402
+from headrace.kernels.native import NativeKernels, library, variants  # noqa: E402
 from headrace.kernels.ops import InvalidLogits, SampledRows, SamplingRows, TokenLists  # noqa: E402
 from headrace.kernels.reference import sampling as reference  # noqa: E402
+
+VARIANTS = variants()
 
 CASES = [(variant, threads) for variant in VARIANTS for threads in (1, 3)]
 VOCABS = [1, 2, 5, 15, 16, 17, 33, 777, 1024, 1030, 5000]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-native = pytest.importorskip("headrace.kernels.native")
 
 from safetensors.torch import save_file  # noqa: E402
 
 from headrace.config.model_files import open_model  # noqa: E402
 from headrace.config.settings import EngineSettings  # noqa: E402
 from headrace.core import EngineCore  # noqa: E402
+from headrace.kernels.native import NativeKernels, variants  # noqa: E402
 from headrace.kernels.reference import ReferenceKernels  # noqa: E402
 from headrace.kernels.weight import Weight  # noqa: E402
 from headrace.text.tokenizer import Tokenizer  # noqa: E402
@@ -105,8 +105,8 @@ def test_both_kernels_multiply_the_same_whole_numbers(rows: int, width: int, out
     expected = reference.linear(torch.from_numpy(x), reference.prepare_weight(weight), None).numpy()
     error = np.abs(expected - x @ weight.values.T).max() / np.abs(expected).max()
     assert 0 < error < 0.02
-    for variant in native.variants():
-        kernels = native.NativeKernels(variant=variant, int8_weights=True)
+    for variant in variants():
+        kernels = NativeKernels(variant=variant, int8_weights=True)
         matrix = kernels.prepare_weight(weight)
         found = kernels.evaluate(lambda _, x: kernels.linear(x, matrix, None), [x])  # noqa: B023
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
@@ -128,7 +128,7 @@ def test_both_kernels_say_the_same_with_int8(tmp_path: Path, family: str, tied: 
         np.testing.assert_allclose(found, [position.logprob for position in sequence.logprobs], atol=0.02)
 
 
-@pytest.mark.parametrize("kernels_class", [ReferenceKernels, native.NativeKernels])
+@pytest.mark.parametrize("kernels_class", [ReferenceKernels, NativeKernels])
 def test_what_is_wanted_exact_and_what_has_few_bits_already_is_not_quantised(kernels_class: type) -> None:
     random = np.random.default_rng(0)
     dense = Weight((32, 64), random.standard_normal((32, 64), dtype=np.float32))
