@@ -18,7 +18,6 @@ from tests.scripted_engine import (
     ScriptedEngine,
     asgi_client,
     events,
-    listening,
     make_app,
     saying,
     server_settings,
@@ -27,17 +26,6 @@ from tests.scripted_engine import (
 
 QUESTION = [{"role": "user", "content": "Say it."}]
 EMOJI = "Grüße 😀👩‍👩‍👧 你好 — done"
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with listening(make_app(engine)) as address:
-        yield address
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -21,12 +20,6 @@ LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
     return ScriptedEngine(script=for_ever, step_s=0.01)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with listening(make_app(engine)) as address:
-        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from tests.scripted_engine import (
     MODEL,
     ScriptedEngine,
     asgi_client,
-    listening,
     make_app,
     saying,
     tokenizer,
@@ -33,17 +32,6 @@ THINKS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with listening(make_app(engine)) as address:
-        yield address
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from headrace.protocol import errors
 from headrace.server.response_store import ResponseStore, input_items, page
-from tests.scripted_engine import MODEL, ScriptedEngine, asgi_client, for_ever, listening, make_app, saying, tokenizer
+from tests.scripted_engine import MODEL, ScriptedEngine, asgi_client, for_ever, make_app, saying, tokenizer
 
 WEATHER: Any = {
     "type": "function",
@@ -28,17 +28,6 @@ THINKS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}<|im_start|>assistant
 <think>"""
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with listening(make_app(engine)) as address:
-        yield address
 
 
 @pytest.fixture

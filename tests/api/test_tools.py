@@ -13,7 +13,6 @@ from tests.scripted_engine import (
     MODEL,
     ScriptedEngine,
     asgi_client,
-    listening,
     make_app,
     saying,
     server_settings,
@@ -36,17 +35,6 @@ QWEN_LIKE = """{%- if tools %}<|im_start|>system
 {{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with listening(make_app(engine)) as address:
-        yield address
 
 
 @pytest.fixture
