@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,9 @@ from pathlib import Path
 
 import psutil
 
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 20.0
+from headrace.bench.ports import free_port
+from headrace.bench.serve import START_TIMEOUT_S, STOP_TIMEOUT_S
+
 MEMORY_LIMIT_BYTES = 16 << 30
 """Of a server's data: what runs away ends itself before it ends the machine."""
 
@@ -117,9 +117,7 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
 @contextlib.contextmanager
 def running(contestant: Contestant) -> Iterator[Running]:
     """The server, ready. Raises RuntimeError with the end of its output if it does not start."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [part.replace("{port}", str(port)) for part in contestant.command]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import psutil
 import uvloop
 
 from headrace.bench.gateway_load import Head, Round, run_round
+from headrace.bench.ports import free_port
 
 START_TIMEOUT_S = 180.0
 CONCURRENCY = 16
@@ -70,12 +70,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

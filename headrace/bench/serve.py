@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 import aiohttp
 
 from headrace.bench.load import Target, random_requests, run_load
+from headrace.bench.ports import free_port
 from headrace.bench.report import summarise
 
 START_TIMEOUT_S = 600.0
@@ -51,9 +51,7 @@ def parser() -> argparse.ArgumentParser:
 @contextmanager
 def started_server(flags: Sequence[str]) -> Iterator[str]:
     """`headrace serve` on a free port, ready; yields its root URL. Raises BenchError with its output if it ends."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "headrace", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

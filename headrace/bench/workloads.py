@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 
 import aiohttp
@@ -74,7 +74,7 @@ async def long_prompt(target: Target, seed: int) -> Figures:
     }
 
 
-WORKLOADS: dict[str, Callable[[Target, int], object]] = {
+WORKLOADS: dict[str, Callable[[Target, int], Coroutine[None, None, Figures]]] = {
     "W1": one_stream,
     "W2": many_streams,
     "W3": shared_prefix,
@@ -82,12 +82,10 @@ WORKLOADS: dict[str, Callable[[Target, int], object]] = {
 }
 
 HEADLINE = {"W1": "output tok/s", "W2": "output tok/s", "W3": "output tok/s", "W4": "worst gap ms"}
-LOWER_IS_BETTER = ("ms", "s")
 
 
 def run_workload(name: str, target: Target, seed: int) -> Figures:
-    figures: Figures = asyncio.run(WORKLOADS[name](target, seed))  # type: ignore[arg-type]
-    return figures
+    return asyncio.run(WORKLOADS[name](target, seed))
 
 
 def _served(outcomes: list[Outcome]) -> Figures:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NAME, ARGUMENTS = "%NAME%", "%ARGUMENTS%"
 """Where a call's name and its arguments (a JSON object) stand in `ToolFormat.call`."""
@@ -72,6 +72,18 @@ class ToolFormat:
 
 _CALL = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
 _CALL_WITH_PARAMETERS = f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}'
+
+_DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3",
+    begin="<｜tool▁calls▁begin｜>",
+    call=f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
+    join="\n",
+    end="<｜tool▁calls▁end｜>",
+    opens=("<｜tool▁call▁begin｜>",),
+    closes=("```", "<｜tool▁call▁end｜>"),
+    around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    head=re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?\s*"),
+)
 
 _ROWS = (
     ToolFormat(
@@ -136,26 +148,12 @@ _ROWS = (
         bare=True,
         python=True,
     ),
-    ToolFormat(
-        "deepseek_v3",
-        begin="<｜tool▁calls▁begin｜>",
-        call=f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
-        join="\n",
-        end="<｜tool▁calls▁end｜>",
-        opens=("<｜tool▁call▁begin｜>",),
-        closes=("```", "<｜tool▁call▁end｜>"),
-        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        head=re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?\s*"),
-    ),
-    ToolFormat(
-        "deepseek_v31",
-        begin="<｜tool▁calls▁begin｜>",
+    _DEEPSEEK_V3,
+    replace(
+        _DEEPSEEK_V3,
+        name="deepseek_v31",
         call=f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>",
-        end="<｜tool▁calls▁end｜>",
-        opens=("<｜tool▁call▁begin｜>",),
-        closes=("```", "<｜tool▁call▁end｜>"),
-        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        head=re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?\s*"),
+        join="",
     ),
     ToolFormat(
         "granite",

@@ -114,7 +114,6 @@ class NativeKernels:
         self._library = library.load()
         self._device = _Device(self.variant, threads)
         self._cache: _Cache | None = None
-        self._layout: KVCacheLayout | None = None
         self._recording: Recording | None = None
 
     # set-up
@@ -192,10 +191,9 @@ class NativeKernels:
         """Map the cache; memory is taken as it is written."""
         self.release_kv_cache()
         self._cache = _Cache(layout, self.kv_cache_dtype)
-        self._layout = layout
 
     def release_kv_cache(self) -> None:
-        self._cache = self._layout = None
+        self._cache = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
