@@ -59,11 +59,11 @@ def import_blocks(raw: NDArray[np.uint8], kind: str, shape: tuple[int, int]) -> 
 
 def _q4_0(blocks: Blocks) -> Parts:
     scales = _float16(blocks, 0)
-    return np.concatenate(_pairs(blocks[..., 2:]), axis=-1), scales, scales * np.float32(-8)
+    return _joined_pairs(_bytes(blocks, 2)), scales, scales * np.float32(-8)
 
 
 def _q4_1(blocks: Blocks) -> Parts:
-    return np.concatenate(_pairs(blocks[..., 4:]), axis=-1), _float16(blocks, 0), _float16(blocks, 2)
+    return _joined_pairs(_bytes(blocks, 4)), _float16(blocks, 0), _float16(blocks, 2)
 
 
 def _q5_0(blocks: Blocks) -> Parts:
@@ -76,13 +76,13 @@ def _q5_1(blocks: Blocks) -> Parts:
 
 
 def _q8_0(blocks: Blocks) -> Parts:
-    return np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _float16(blocks, 0), None
+    return _bytes(blocks, 2).view(np.int8), _float16(blocks, 0), None
 
 
 def _q4_k(blocks: Blocks) -> Parts:
     out, count, _ = blocks.shape
     # Of every 32 bytes the low nibbles are one group, the high ones the next.
-    low, high = _pairs(blocks[..., 16:])
+    low, high = _pairs(_bytes(blocks, 16))
     groups = np.stack([low.reshape(out, count, 4, 16), high.reshape(out, count, 4, 16)], axis=-2)
     return groups, *_six_bit_scales(blocks)
 
@@ -118,6 +118,17 @@ _READERS: dict[str, Callable[[Blocks], Parts]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
+
+
+def _joined_pairs(nibbles: Blocks) -> Integers:
+    """[out, blocks, 16]: of the 16 bytes of a block the low nibbles, then the high ones."""
+    low, high = _pairs(nibbles)
+    joined = np.empty(nibbles.shape, np.uint8)
+    # Eight bytes as one number, for numpy takes its time over short rows.
+    halves = joined.view(np.uint64)
+    halves[..., 0] = low.view(np.uint64)[..., 0]
+    halves[..., 1] = high.view(np.uint64)[..., 0]
+    return joined
 
 
 def _pairs(nibbles: Blocks) -> tuple[Integers, Integers]:
@@ -162,7 +173,22 @@ def _six_bit_scales(blocks: Blocks) -> tuple[NDArray[np.float32], NDArray[np.flo
 
 def _float16(blocks: Blocks, byte: int) -> NDArray[np.float32]:
     """The float16 at `byte` of every block, as float32 [out, blocks]."""
-    return np.ascontiguousarray(blocks[..., byte : byte + 2]).view("<f2")[..., 0].astype(np.float32)
+    return _field(blocks, byte, "<f2").astype(np.float32)
+
+
+def _bytes(blocks: Blocks, first: int) -> Blocks:
+    """The bytes of every block from `first` on, [out, blocks, bytes], side by side in memory."""
+    out, count, size = blocks.shape
+    return _field(blocks, first, f"V{size - first}").copy().view(np.uint8).reshape(out, count, size - first)
+
+
+def _field(blocks: Blocks, byte: int, kind: str) -> NDArray[Any]:
+    """What lies at `byte` of every block as one value of numpy's type `kind`, [out, blocks].
+
+    numpy goes over such a view ten times faster than over as many short rows of bytes.
+    """
+    block = np.dtype({"names": ["field"], "formats": [kind], "offsets": [byte], "itemsize": blocks.shape[-1]})
+    return blocks.view(block)["field"][..., 0]
 
 
 def rotary_rows(num_heads: int, head_dim: int) -> NDArray[np.int64]:
