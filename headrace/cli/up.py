@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,14 +112,18 @@ def _config_file(words: Sequence[str]) -> str | None:
 
 
 def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
-    from headrace.cli.startup import base_url
-    from headrace.gateway.config_load import InvalidConfig, engine_snapshot
-    from headrace.gateway.snapshot import Upstream
-
     engine = _engine("engine", words, "")
     if engine is None:
         return 2
-    server = engine.server
+    return _start([engine], partial(_snapshot_of, engine.server, overrides), overrides)
+
+
+def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
+    """A gateway before one engine. Raises InvalidConfig."""
+    from headrace.cli.startup import base_url
+    from headrace.gateway.config_load import engine_snapshot
+    from headrace.gateway.snapshot import Upstream
+
     upstream = Upstream(
         name="engine",
         base_url=base_url(server),
@@ -127,11 +131,7 @@ def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
         models=server.served_model_names,
         health_path="/health",
     )
-    try:
-        snapshot = engine_snapshot(upstream, os.environ, overrides)
-    except InvalidConfig as error:
-        return _refused(error.problems)
-    return _start([engine], snapshot, overrides)
+    return engine_snapshot(upstream, os.environ, overrides)
 
 
 def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> int:
@@ -154,7 +154,7 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         if engine is None:
             return 2
         engines.append(engine)
-    return _start(engines, snapshot, overrides)
+    return _start(engines, lambda: snapshot, overrides)
 
 
 def _engine(name: str, words: Sequence[str], place: str) -> Engine | None:
@@ -178,48 +178,70 @@ def _refused(lines: Sequence[str]) -> int:
     return 2
 
 
-def _start(engines: Sequence[Engine], snapshot: Snapshot, overrides: Overrides) -> int:
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The gateway with its address and its database, ready to serve."""
+
+    snapshot: Snapshot
+    listener: socket.socket
+    ledger: Ledger
+    log: GatewayLog
+
+
+def _start(engines: Sequence[Engine], snapshot: Callable[[], Snapshot], overrides: Overrides) -> int:
     import uvloop
 
-    from headrace.config.errors import ConfigError
-    from headrace.gateway.logs import GatewayLog
-    from headrace.gateway.redact import Redactor
-    from headrace.gateway.run import USUAL_PORT as GATEWAY_PORT
-    from headrace.gateway.run import open_ledger_at, secrets_of
     from headrace.protocol.http_listener import CannotListen, listen
     from headrace.server.run import USUAL_PORT, configure_logging, leave_soon
 
     configure_logging(engines[0].server.uvicorn_log_level)
-    at = snapshot.listen
     with contextlib.ExitStack() as stack:
         try:
-            gateway = stack.enter_context(contextlib.closing(listen(at.host, at.port, GATEWAY_PORT)))
             listeners = [
                 stack.enter_context(contextlib.closing(listen(e.server.host, e.server.port, USUAL_PORT)))
                 for e in engines
             ]
-            ledger = open_ledger_at(at)
-        except (CannotListen, ConfigError) as error:
-            print(f"headrace up: {error}", file=sys.stderr)
-            return 1
-        stack.enter_context(contextlib.closing(ledger))
-        log = stack.enter_context(contextlib.closing(GatewayLog(redactor=Redactor(secrets_of(snapshot)))))
-        status = uvloop.run(_run(engines, listeners, snapshot, overrides, ledger, gateway, log))
+        except CannotListen as error:
+            return _failed(error)
+        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, snapshot, stack), overrides))
         leave_soon(status)
         return status
+
+
+def _failed(error: Exception) -> int:
+    print(f"headrace up: {error}", file=sys.stderr)
+    return 1
+
+
+def _open_gateway(make_snapshot: Callable[[], Snapshot], stack: contextlib.ExitStack) -> Gateway | int:
+    """The gateway, closed with `stack`; the exit status after its mistakes have been printed. Blocks."""
+    from headrace.config.errors import ConfigError
+    from headrace.gateway.config_load import InvalidConfig
+    from headrace.gateway.logs import GatewayLog
+    from headrace.gateway.redact import Redactor
+    from headrace.gateway.run import USUAL_PORT, open_ledger_at, secrets_of
+    from headrace.protocol.http_listener import CannotListen, listen
+
+    try:
+        snapshot = make_snapshot()
+        at = snapshot.listen
+        listener = stack.enter_context(contextlib.closing(listen(at.host, at.port, USUAL_PORT)))
+        ledger = stack.enter_context(contextlib.closing(open_ledger_at(at)))
+    except InvalidConfig as error:
+        return _refused(error.problems)
+    except (CannotListen, ConfigError) as error:
+        return _failed(error)
+    log = stack.enter_context(contextlib.closing(GatewayLog(redactor=Redactor(secrets_of(snapshot)))))
+    return Gateway(snapshot, listener, ledger, log)
 
 
 async def _run(
     engines: Sequence[Engine],
     listeners: Sequence[socket.socket],
-    snapshot: Snapshot,
+    open_gateway: Callable[[], Gateway | int],
     overrides: Overrides,
-    ledger: Ledger,
-    gateway: socket.socket,
-    log: GatewayLog,
 ) -> int:
     from headrace.cli.startup import print_block, print_lines
-    from headrace.gateway.run import serve
     from headrace.server.run import Ending, run_engine
 
     ending = Ending()
@@ -244,6 +266,14 @@ async def _run(
         )
         for engine, listener in zip(engines, listeners, strict=True)
     ]
+    # The cores load meanwhile, which takes longer.
+    gateway = await asyncio.to_thread(open_gateway)
+    if isinstance(gateway, int):
+        ending.came.set()
+        return max(gateway, *await asyncio.gather(*running))
+    from headrace.gateway.run import serve
+
+    snapshot, log = gateway.snapshot, gateway.log
     ready = asyncio.create_task(all_ready.wait())
     await asyncio.wait({ready, *running}, return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
@@ -252,15 +282,15 @@ async def _run(
             serve(
                 snapshot,
                 overrides,
-                ledger,
-                gateway,
+                gateway.ledger,
+                gateway.listener,
                 log,
                 None,
                 ended=ending.came,
                 is_patient=lambda: ending.is_patient,
             )
         )
-        print_lines(_last_lines(engines, infos, snapshot, ledger, gateway.getsockname()[1]))
+        print_lines(_last_lines(engines, infos, gateway))
         # The engines end when the gateway has: what still runs through it needs them.
         await asyncio.wait({serving, *running}, return_when=asyncio.FIRST_COMPLETED)
         ending.came.set()
@@ -270,17 +300,15 @@ async def _run(
     return max(await asyncio.gather(*running))
 
 
-def _last_lines(
-    engines: Sequence[Engine], infos: dict[str, EngineInfo], snapshot: Snapshot, ledger: Ledger, port: int
-) -> list[str]:
+def _last_lines(engines: Sequence[Engine], infos: dict[str, EngineInfo], gateway: Gateway) -> list[str]:
     """What a person needs now: address, key, models, room, and two examples that work when pasted."""
     from headrace.cli.startup import base_url, example_lines, room_line
     from headrace.gateway.run import banner
 
-    record, secret = ledger.store.first()
+    record, secret = gateway.ledger.store.first()
     if secret is not None:
-        ledger.keys.reload()
-    lines = ["", *banner(snapshot, port, record, secret)]
+        gateway.ledger.keys.reload()
+    lines = ["", *banner(gateway.snapshot, gateway.listener.getsockname()[1], record, secret)]
     lines += [f"Engine         {engine.name}: {room_line(infos[engine.name])}" for engine in engines]
     server = engines[0].server
     # A key is shown once only; later the example that works when pasted is the engine's own, which asks for none.

@@ -14,7 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, inspect, text
 
 from headrace.config.errors import ConfigError
 from headrace.gateway.ledger import open_store
@@ -59,8 +59,33 @@ def test_sqlite_runs_in_wal_mode_with_normal_syncs_and_patience(tmp_path: Path) 
 
 
 def test_the_migrations_lead_from_nothing_to_the_tables_in_the_code(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'gateway.db'}")
+    with engine.begin() as connection:
+        upgrade.upgrade(connection, "0001")
+        upgrade.upgrade(connection)
+        assert upgrade.revision(connection) == upgrade.NEWEST
+    assert differences(engine) == []
+    engine.dispose()
+
+
+def test_an_empty_database_gets_the_tables_that_the_migrations_lead_to(tmp_path: Path) -> None:
+    migrated = create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
+    with migrated.begin() as connection:
+        upgrade.upgrade(connection, "0001")
+        upgrade.upgrade(connection)
     database = open_database(None, tmp_path)
     assert differences(database.engine) == []
+    with migrated.begin() as expected, database.read() as found:
+        columns = {}
+        for connection in (expected, found):
+            inspector = inspect(connection)
+            columns[connection] = {
+                table: sorted((c["name"], str(c["type"]), c["nullable"]) for c in inspector.get_columns(table))
+                for table in inspector.get_table_names()
+            }
+        assert columns[found] == columns[expected] and "alembic_version" in columns[found]
+        assert upgrade.revision(found) == upgrade.NEWEST
+    migrated.dispose()
     database.close()
 
 

@@ -1,21 +1,32 @@
 """Brings a database to today's tables when it is opened: in one transaction, by one process at a time.
 
-A database that is up to date is recognised with one SELECT, so that an ordinary start does not load Alembic.
+Only a database of an older Headrace goes through Alembic's steps. One that is up to date is recognised with one
+SELECT, and an empty one gets today's tables as they are, so that neither start loads Alembic.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Column, Connection, MetaData, PrimaryKeyConstraint, String, Table, inspect, text
 
 from headrace.config.errors import ConfigError
+from headrace.gateway.storage import tables
 
 NEWEST = "0003"
 """The last file in migrations/versions; a test compares the two."""
 
 _LOCK_ID = 0x4865616472616365
 """PostgreSQL's advisory lock for the time of an upgrade: the word Headrace in ASCII."""
+
+
+_VERSION = Table(
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""As Alembic makes it."""
 
 
 def upgrade(connection: Connection, target: str = NEWEST) -> None:
@@ -28,6 +39,11 @@ def upgrade(connection: Connection, target: str = NEWEST) -> None:
         connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": _LOCK_ID})
     found = revision(connection)
     if found == target:
+        return
+    if found is None and target == NEWEST:
+        tables.metadata.create_all(connection)
+        _VERSION.create(connection)
+        connection.execute(_VERSION.insert().values(version_num=NEWEST))
         return
 
     from alembic.config import Config
