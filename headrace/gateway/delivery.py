@@ -353,7 +353,8 @@ class Delivery:
             items = _decode_list(value) if value else None
         except msgspec.MsgspecError:
             items = None
-        return wanted if items is None or (wanted == "choices" and not items) else None
+        is_empty = wanted == "choices" and (not items or not bytes(items[0]).startswith(b"{"))
+        return wanted if items is None or is_empty else None
 
     # Answers that nobody looks into
 

@@ -32,7 +32,7 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     plan = plan_of(snapshot, record)
     route = decide(snapshot, request.facts)
     check_model(state, record, plan, request.facts.model, route)
-    tokens = request.facts.prompt_tokens + (request.facts.max_tokens or 0)
+    tokens = request.facts.prompt_tokens + (request.facts.max_tokens or 0) * request.facts.num_answers
     lease = state.limiter.admit(
         record,
         plan,
@@ -84,6 +84,7 @@ def check_model(state: GatewayState, record: KeyRecord, plan: Plan | None, asked
 def _estimated_micros(route: Route, request: Request) -> int:
     facts = request.facts
     output_tokens = UNLIMITED_OUTPUT_TOKENS if facts.max_tokens is None else facts.max_tokens
+    output_tokens *= facts.num_answers
     return max([cost_micros(a.price, facts.prompt_tokens, output_tokens) for a in route.attempts])
 
 

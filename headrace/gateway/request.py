@@ -30,7 +30,9 @@ from headrace.protocol import errors
 PROMPT_FIELDS = frozenset("messages prompt input system instructions tools query documents texts".split())
 AFFINITY_FIELDS = ("system", "instructions", "messages", "prompt", "input")
 MAX_TOKENS_FIELDS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
-READ_FIELDS = MAX_TOKENS_FIELDS | {"model", "stream", "stream_options", "tools"}
+NUM_ANSWERS_FIELDS = frozenset({"n", "best_of"})
+READ_FIELDS = MAX_TOKENS_FIELDS | NUM_ANSWERS_FIELDS | {"model", "stream", "stream_options", "tools"}
+MAX_ANSWERS = 10_000
 _JSON = b"application/json"
 
 
@@ -118,6 +120,7 @@ def _facts(exchange: Exchange, place: Place, fields: Fields, record: KeyRecord) 
     streamed: bool | None = None
     wants_usage = False
     num_tools = prompt_tokens = 0
+    num_answers = 1
     for name in fields.raws:
         if name in PROMPT_FIELDS:
             prompt_tokens += estimate_tokens(fields.text(name))
@@ -136,8 +139,12 @@ def _facts(exchange: Exchange, place: Place, fields: Fields, record: KeyRecord) 
             wants_usage = isinstance(value, dict) and value.get("include_usage") is True
         elif name == "tools":
             num_tools = len(value) if isinstance(value, list) else 0
-        elif type(value) is int and (max_tokens is None or name == "max_tokens"):
-            max_tokens = value
+        elif type(value) is not int:
+            continue  # whoever answers refuses it
+        elif name in NUM_ANSWERS_FIELDS:
+            num_answers = max(num_answers, min(value, MAX_ANSWERS))
+        elif value >= 0:  # some servers take -1 for no limit
+            max_tokens = value if max_tokens is None else max(max_tokens, value)
     facts = RequestFacts(
         endpoint=place.endpoint.name,
         model=model,
@@ -145,6 +152,7 @@ def _facts(exchange: Exchange, place: Place, fields: Fields, record: KeyRecord) 
         prompt_tokens=prompt_tokens,
         stream=bool(streamed),
         num_tools=num_tools,
+        num_answers=num_answers,
         key_name=record.name,
         key_tags=record.tags,
         headers=TextHeaders(exchange.headers),

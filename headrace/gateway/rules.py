@@ -54,6 +54,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     stream: bool = False
     num_tools: int = 0
+    num_answers: int = 1
+    """`n`, or `best_of` where that is more; for what is reserved, no rule looks at it."""
     key_name: str = ""
     key_tags: tuple[str, ...] = ()
     headers: Mapping[str, str] = {}

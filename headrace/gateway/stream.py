@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.gateway.upstream_errors import error_in
+from headrace.protocol.translate.wire import count
 
 Wire = Literal["openai", "messages", "responses"]
 """The dialect of a stream: chat and text completions, Anthropic messages, Responses."""
@@ -64,7 +65,7 @@ def read_usage(usage: object) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     if "prompt_tokens" in usage or "completion_tokens" in usage:
-        cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
+        cached = _count(usage.get("prompt_tokens_details"), "cached_tokens") or _count(usage, "prompt_cache_hit_tokens")
         return Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
     if "input_tokens" not in usage and "output_tokens" not in usage:
         total = _count(usage, "total_tokens")
@@ -78,8 +79,7 @@ def read_usage(usage: object) -> Usage | None:
 
 
 def _count(fields: object, name: str) -> int:
-    value = fields.get(name) if isinstance(fields, dict) else None
-    return value if type(value) is int and value > 0 else 0
+    return count(fields.get(name)) if isinstance(fields, dict) else 0
 
 
 class Framer:
@@ -201,9 +201,7 @@ class Watch:
         self.usage = read_usage(value.get("usage")) or self.usage
         if self.model is None:
             self.model = _name(value.get("model"))
-        for choice in value.get("choices") or ():
-            if not isinstance(choice, dict):
-                continue
+        for choice in _choices(value):
             if choice.get("finish_reason"):
                 self.finished = True
             if _carries(choice):
@@ -252,8 +250,7 @@ class Watch:
 def is_content(wire: Wire, value: Mapping[str, Any]) -> bool:
     """Whether the event carries something of the answer: text, thought, a tool call, a reason to finish."""
     if wire == "openai":
-        choices = value.get("choices") or ()
-        return any(isinstance(choice, dict) and (_carries(choice) or choice.get("finish_reason")) for choice in choices)
+        return any(_carries(choice) or choice.get("finish_reason") for choice in _choices(value))
     kind = str(value.get("type"))
     if wire == "messages":
         if kind == "content_block_start":
@@ -289,6 +286,11 @@ def answer_text(answer: object) -> bytes:
 
     gather(answer)
     return b" ".join(parts)
+
+
+def _choices(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    choices = value.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def _carries(choice: Mapping[str, Any]) -> bool:

@@ -7,8 +7,11 @@ their key is never in them.
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.gateway.snapshot import Upstream
 
 MAX_TEXT_CHARS = 600
+MAX_RETRY_AFTER_S = 7 * 24 * 3600.0
 
 _OVERFLOW = re.compile(
     r"context.{0,12}(length|window|size)|maximum (context|prompt|input|sequence)|prompt is too long|too many tokens"
@@ -157,7 +161,7 @@ def from_status(upstream: Upstream, status: int, headers: Mapping[bytes, bytes],
             failure.repeats = True
             return failure
         if status in (503, 529):
-            wait = {"retry-after": str(max(1, round(retry_after_s or 2)))}
+            wait = {"retry-after": str(max(1, round(2 if retry_after_s is None else retry_after_s)))}
             error = _upstream_error(503, "upstream_overloaded", f"The upstream {name} is overloaded: {text}", wait)
             return UpstreamFailure(error, repeats=True, retry_after_s=retry_after_s)
         message = f"The upstream {name} failed (status {status}): {text}"
@@ -274,12 +278,26 @@ def _param(fields: Mapping[str, Any]) -> str | None:
 
 
 def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
+    """Seconds, however they are told; None where nothing of use is."""
     for name, unit in ((b"retry-after-ms", 0.001), (b"retry-after", 1.0)):
-        try:
-            return max(0.0, float(headers[name]) * unit)
-        except (KeyError, ValueError):
+        text = headers.get(name)
+        if text is None:
             continue
+        try:
+            seconds = float(text) * unit
+        except ValueError:
+            seconds = _until(text.decode("latin-1"))
+        if math.isfinite(seconds):
+            return min(max(0.0, seconds), MAX_RETRY_AFTER_S)
     return None
+
+
+def _until(date: str) -> float:
+    """Seconds until a date as HTTP writes it; NaN where it is none."""
+    try:
+        return parsedate_to_datetime(date).timestamp() - time.time()
+    except ValueError:
+        return math.nan
 
 
 def _origin(url: str) -> str:

@@ -22,6 +22,7 @@ import uvicorn
 
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
+from headrace.protocol.http_upgrade import framing, parser_of_body, request_parser
 
 MAX_HEAD_BYTES = 256 * 1024
 """Of a request's first line and headers, and of a chunked body's trailers. One read from the socket more may pass."""
@@ -72,8 +73,7 @@ class Connection(asyncio.Protocol):
         self.server = server_state
         self.transport: asyncio.Transport
         self._keep_alive_s = float(config.timeout_keep_alive)
-        self._parser: Any = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser: Any = request_parser(self)
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._owes_continue = False
@@ -94,6 +94,8 @@ class Connection(asyncio.Protocol):
         self._when_left: Callable[[], object] | None = None
         self._extensions = {CLIENT_LEFT: self.when_left, WRITE: self.write}
         self._usual_headers: tuple[object, bytes] = (None, b"")
+        self._unread_framing: bytes | None = None
+        """Of a body behind an offer to upgrade, which the parser did not read."""
 
     # The transport
 
@@ -119,12 +121,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # an offer that may be left, as curl's to speak HTTP/2
-        except httptools.HttpParserError:
-            return self._refuse(errors.invalid_http())
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                if self._unread_framing is not None:
+                    self._parser = parser_of_body(self, self._unread_framing)
+                    self._unread_framing = None
+                if data:
+                    continue
+            except httptools.HttpParserError:
+                return self._refuse(errors.invalid_http())
+            break
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(errors.head_too_large(MAX_HEAD_BYTES))
 
@@ -210,6 +219,9 @@ class Connection(asyncio.Protocol):
             "query_string": url.query or b"",
             "extensions": self._extensions,
         }
+        if self._parser.should_upgrade():
+            self._unread_framing = framing(self._headers)
+        self._headers = []  # trailers are no headers: whoever stands before this server has not looked at them
         cycle = self._read = Cycle(
             self,
             scope,
@@ -230,7 +242,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        if self._read is not None:
+        if self._read is not None and self._unread_framing is None:
             self._read.arrived_whole()
 
     # One request after the other

@@ -226,6 +226,43 @@ def test_a_client_that_waits_for_continue_is_told_to(port: int) -> None:
         assert everything(client).endswith(b"\r\n\r\nhello")
 
 
+OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+"""Java's client sends it with every request over http."""
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 60])
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+def test_a_body_behind_an_offer_to_upgrade_is_read(port: int, pieces: int, chunked: bool) -> None:
+    sent = post("/a", b"hello", *OFFER, last=False)
+    if chunked:
+        sent = sent.replace(b"content-length: 5", b"transfer-encoding: chunked")
+        sent = sent.replace(b"\r\n\r\nhello", b"\r\n\r\n2;ext=1\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n")
+    offer = "\r\n".join(["GET /b HTTP/1.1", "host: x", *OFFER]).encode() + b"\r\n\r\n"
+    found = exchanged(port, sent * 2 + offer + sent + post("/end", b"end"), pieces=pieces)
+    bodies = [part.partition(b"HTTP/1.1")[0] for part in found.split(b"\r\n\r\n")[1:]]
+    assert bodies == [b"hello", b"hello", b"", b"hello", b"end"]
+    assert [part.split(b"\r\n")[0] for part in found.split(b"x-path: ")[1:]] == [b"/a", b"/a", b"/b", b"/a", b"/end"]
+
+
+def test_a_thousand_offers_at_once_are_left_one_by_one(port: int) -> None:
+    offer = b"GET /b HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    assert exchanged(port, offer * 1000 + post("/end", b"end")).count(b"x-path: /b\r\n") == 1000
+
+
+def test_a_trailer_is_no_header(gateway: ThreadedGateway) -> None:
+    """Who stands before this server has taken headers out, such as x-forwarded-for, and has not looked at trailers."""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n".encode()
+    body = json.dumps({"model": "fake", "messages": []}).encode()
+    chunk = b'%x;name="value"\r\n%s\r\n0\r\n' % (len(body), body)
+    key = f"authorization: Bearer {gateway.key}\r\n".encode()
+    wrong = b"authorization: Bearer wrong\r\nx-request-id: mine\r\n"
+    for headers, trailers, status in ((key, wrong, b"200"), (b"", key, b"401")):
+        with connected(gateway) as client:
+            client.sendall(head + headers + b"\r\n" + chunk + trailers + b"\r\n")
+            answer = everything(client)
+        assert answer.startswith(b"HTTP/1.1 " + status) and b"x-request-id: mine" not in answer
+
+
 @pytest.mark.parametrize("path", ["/fault", "/nothing", "/split"])
 def test_an_application_that_fails_is_a_500_and_never_a_header_of_its_own(port: int, path: str) -> None:
     head, _, body = exchanged(port, post(path, b"", last=False)).partition(b"\r\n\r\n")

@@ -19,6 +19,9 @@ INVALID_ARGUMENTS = "_invalid_json"
 """Where a dialect wants a tool's arguments as an object and the model wrote something else, its text stands under
 this name, and goes back unchanged."""
 
+MAX_TOKENS = 1 << 40
+"""Of one answer. An upstream that tells more is mistaken, and no database would take the sum."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -150,5 +153,5 @@ def told(value: object) -> list[Json]:
 
 
 def count(value: object) -> int:
-    """A number of tokens as an upstream wrote it; 0 for anything else."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else 0
+    """A number of tokens as an upstream wrote it; 0 for anything else, also for more than any answer can have."""
+    return int(value) if isinstance(value, int | float) and value is not True and 0 <= value <= MAX_TOKENS else 0
