@@ -15,7 +15,7 @@ using namespace headrace;
 
 namespace {
 
-constexpr int32_t kAbiVersion = 1;
+constexpr int32_t kAbiVersion = 2;
 
 struct Device {
   const Kernels* kernels;

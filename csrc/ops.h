@@ -67,6 +67,15 @@ struct NormArgs {  // every part of a row `width` wide on its own; with `residua
   View sum;
 };
 
+struct LayerNormArgs {  // y = (x - mean) / sqrt(variance + eps) * weight + bias, over the whole row
+  View x;
+  const float* weight;
+  const float* bias;
+  float eps;
+  int64_t rows, width;
+  View y;
+};
+
 struct RopeArgs {  // rotates the first 2 * half values of every head, copies the others
   View x;
   const float* cos;  // [positions, half]
@@ -77,6 +86,12 @@ struct RopeArgs {  // rotates the first 2 * half values of every head, copies th
 };
 
 struct GatedArgs {  // y = act(x[:, :width]) * x[:, width:]
+  View x;
+  int64_t rows, width;
+  View y;
+};
+
+struct ActivationArgs {  // y = act(x)
   View x;
   int64_t rows, width;
   View y;
@@ -137,6 +152,15 @@ struct AttentionArgs {
   View y;
 };
 
+// Every row of a sequence sees all of its sequence's rows of the step, which is the whole of it. No cache.
+struct EncoderAttentionArgs {
+  View q, k, v;  // [rows, heads * head_dim]
+  int64_t heads, head_dim;
+  float scale;
+  const BatchView* batch;
+  View y;
+};
+
 // Row r of a TokenLists of kernels/ops.py owns [starts[r], starts[r + 1]); starts null: no row has any.
 struct TokenLists {
   const int32_t* starts;
@@ -186,6 +210,11 @@ struct Kernels {
   void (*experts)(Pool*, const ExpertsArgs&);
   // attention.inl
   void (*attention)(Pool*, const AttentionArgs&);
+  // encoder.inl
+  void (*layer_norm)(Pool*, const LayerNormArgs&);
+  void (*gelu)(Pool*, const ActivationArgs&);
+  void (*tanh)(Pool*, const ActivationArgs&);
+  void (*encoder_attention)(Pool*, const EncoderAttentionArgs&);
   // sample.inl
   void (*sample)(Pool*, const SampleArgs&);
 };

@@ -27,7 +27,8 @@ void run_program(const Kernels& kernels, Pool* pool, const Op* ops, int64_t coun
     const View in0 = view(op->in[0]), in1 = view(op->in[1]), out = view(op->out[0]);
     switch (op->kind) {
       case OpKind::kEmbed:
-        kernels.gather(pool, {static_cast<const PackedMatrix*>(op->p[0]), batch.token_ids, rows, out});
+        kernels.gather(pool, {static_cast<const PackedMatrix*>(op->p[0]), n[0] == 1 ? batch.positions : batch.token_ids,
+                              rows, out});
         break;
       case OpKind::kLinear:
         kernels.linear(pool, {in0, rows, static_cast<const PackedMatrix*>(op->p[0]),
@@ -64,6 +65,19 @@ void run_program(const Kernels& kernels, Pool* pool, const Op* ops, int64_t coun
         kernels.experts(pool, {in0, in1, static_cast<const PackedMatrix* const*>(op->p[0]),
                                static_cast<const PackedMatrix* const*>(op->p[1]), rows, n[0], n[1], n[2],
                                static_cast<int32_t>(n[3]), out});
+        break;
+      case OpKind::kLayerNorm:
+        kernels.layer_norm(pool, {in0, static_cast<const float*>(op->p[0]), static_cast<const float*>(op->p[1]),
+                                  op->f[0], rows, n[0], out});
+        break;
+      case OpKind::kGelu:
+        kernels.gelu(pool, {in0, rows, n[0], out});
+        break;
+      case OpKind::kTanh:
+        kernels.tanh(pool, {in0, rows, n[0], out});
+        break;
+      case OpKind::kEncoderAttention:
+        kernels.encoder_attention(pool, {in0, in1, view(op->in[2]), n[0], n[1], op->f[0], &batch, out});
         break;
     }
   }

@@ -9,7 +9,7 @@
 namespace headrace {
 
 enum class OpKind : int32_t {
-  kEmbed,       // out0 = rows of matrix p0 for the batch's tokens
+  kEmbed,       // out0 = rows of matrix p0 for the batch's tokens, n0 1: for its positions
   kLinear,      // out0 = in0 x matrix p0 + bias p1
   kNorm,        // n: parts, width; f0 eps; p0 weight: out0 = norm(in0), or with in1 out1 = in0 + in1, out0 = norm(out1)
   kRope,        // n: half, head_dim, heads; p0 cos, p1 sin
@@ -20,6 +20,10 @@ enum class OpKind : int32_t {
   kAdd,         // n: width
   kPick,        // n: width: out0 = in0 at the rows that sample
   kExperts,     // n: width, experts, top_k, normalize; p0, p1 arrays of matrices; in: x router
+  kLayerNorm,   // n: width; f0 eps; p0 weight, p1 bias
+  kGelu,        // n: width
+  kTanh,        // n: width
+  kEncoderAttention,  // n: heads, head_dim; f0 scale; in: q k v
 };
 
 struct Slot {

@@ -153,6 +153,31 @@ void drive_rows(Pools& pools, const Kernels& k) {
   });
 }
 
+// Whole texts of several lengths, every row of which sees all of its text.
+void drive_encoder(Pools& pools, const Kernels& k) {
+  const int64_t heads = between(1, 4), head_dim = one_of<int64_t>({1, 8, 16, 20, 32, 64}), width = heads * head_dim;
+  const int64_t sequences = between(1, 4);
+  Exact<int32_t> starts(sequences + 1);
+  starts.fill([&](int64_t i) {
+    const int64_t tokens = one_of<int64_t>({1, 2, 15, 16, 17, 48, 49, 100, 256, 300});
+    return i == 0 ? 0 : static_cast<int32_t>(starts.data[i - 1] + tokens);
+  });
+  const int64_t rows = starts.data[sequences];
+  const BatchView batch = {rows, sequences, nullptr, nullptr, nullptr, starts.data, nullptr, nullptr, 0};
+  Rows q(rows, width), keys(rows, width), values(rows, width), y(rows, width);
+  Exact<float> weight(width), bias(width);
+  weight.fill([](int64_t) { return number(); });
+  bias.fill([](int64_t) { return number(); });
+  same_with_any_threads(pools, k, "encoder_attention", y, [&](Pool* pool) {
+    k.encoder_attention(pool, {q.view(), keys.view(), values.view(), heads, head_dim, 0.2f, &batch, y.view()});
+  });
+  same_with_any_threads(pools, k, "layer_norm", y, [&](Pool* pool) {
+    k.layer_norm(pool, {q.view(), weight.data, bias.data, 1e-5f, rows, width, y.view()});
+  });
+  same_with_any_threads(pools, k, "gelu", y, [&](Pool* p) { k.gelu(p, {q.view(), rows, width, y.view()}); });
+  same_with_any_threads(pools, k, "tanh", y, [&](Pool* p) { k.tanh(p, {q.view(), rows, width, y.view()}); });
+}
+
 struct Packed {
   PackedMatrix* matrix;
 
@@ -416,6 +441,7 @@ int main(int count, char** arguments) {
     int rounds = 0;
     for (; std::clock() - start < seconds * CLOCKS_PER_SEC; rounds++) {
       drive_rows(pools, k);
+      drive_encoder(pools, k);
       drive_linear(pools, k);
       drive_odd_linear(pools, k);
       drive_experts(pools, k);

@@ -187,6 +187,10 @@ class Kernels(Protocol):
     # what a forward is made of
     def embedding(self, table: Handle, batch: BatchHandle) -> Buffer: ...
 
+    def position_embedding(self, table: Handle, batch: BatchHandle) -> Buffer:
+        """The table's rows at the batch's positions."""
+        ...
+
     def linear(self, x: Buffer, weight: Handle, bias: Handle | None) -> Buffer: ...
 
     def rms_norm(self, x: Buffer, weight: Handle, eps: float) -> Buffer:
@@ -195,6 +199,10 @@ class Kernels(Protocol):
 
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Handle, eps: float) -> tuple[Buffer, Buffer]:
         """(norm(x + residual), x + residual)."""
+        ...
+
+    def layer_norm(self, x: Buffer, weight: Handle, bias: Handle, eps: float) -> Buffer:
+        """(x - mean) / sqrt(variance + eps) * weight + bias, over the whole row."""
         ...
 
     def split(self, x: Buffer, widths: tuple[int, ...]) -> tuple[Buffer, ...]: ...
@@ -223,6 +231,19 @@ class Kernels(Protocol):
         many tokens only, itself and those right before it.
         """
         ...
+
+    def encoder_attention(
+        self, q: Buffer, k: Buffer, v: Buffer, *, num_heads: int, scale: float, batch: BatchHandle
+    ) -> Buffer:
+        """Attention of each row over all its sequence's rows of the step, those behind it too. No cache: a step has
+        whole sequences."""
+        ...
+
+    def gelu(self, x: Buffer) -> Buffer:
+        """x (1 + erf(x / sqrt 2)) / 2."""
+        ...
+
+    def tanh(self, x: Buffer) -> Buffer: ...
 
     def silu_mul(self, x: Buffer) -> Buffer:
         """silu(x[:, :width]) * x[:, width:]."""
@@ -253,5 +274,9 @@ class Kernels(Protocol):
         ...
 
     def sample(self, logits: Buffer, rows: SamplingRows) -> SampledRows:
-        """Choose tokens; the one operation that returns host arrays. Raises InvalidLogits."""
+        """Choose tokens, of which a host array comes back. Raises InvalidLogits."""
+        ...
+
+    def host_rows(self, rows: Buffer) -> Float32:
+        """What a captured forward gave, as a host array of its own."""
         ...

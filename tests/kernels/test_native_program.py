@@ -92,9 +92,13 @@ def test_an_operation_outside_of_a_recording_is_a_mistake_that_is_told() -> None
     kernels = NativeKernels()
     with pytest.raises(RuntimeError, match="from a forward given to `capture`"):
         kernels.add(Recording().buffer(3), Recording().buffer(3))
-    step = kernels.capture(
-        lambda batch: kernels.embedding(kernels.prepare_embedding(Weight((2, 2), random(2, 2))), batch)
-    )
+    table = kernels.prepare_embedding(Weight((2, 16), random(2, 16)))
+
+    def attend(batch: object) -> object:
+        x = kernels.embedding(table, batch)
+        return kernels.attention(x, x, x, group=0, layer=0, num_heads=1, num_kv_heads=1, scale=1.0, batch=batch)
+
+    step = kernels.capture(attend)
     with pytest.raises(RuntimeError, match="call allocate_kv_cache before the first step"):
         step(rows_batch(1, []))
 

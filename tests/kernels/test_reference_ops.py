@@ -159,4 +159,4 @@ def test_split_and_sample_rows_pick_columns_and_rows() -> None:
 
 def test_a_step_before_the_cache_is_allocated_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="allocate_kv_cache"):
-        ReferenceKernels().load_batch(rows_batch([0]))
+        ReferenceKernels().load_batch(rows_batch([0])).plan(0, None)

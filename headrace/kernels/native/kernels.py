@@ -230,7 +230,7 @@ class NativeKernels:
 
         def step(batch: Batch, owner: object = forward) -> Float32:
             # `owner` holds the weights, of which the program knows the addresses only.
-            return program(batch, self._kv_cache().pointer)
+            return program(batch, self._kv_cache().pointer if program.uses_cache else None)
 
         return step
 
@@ -266,6 +266,9 @@ class NativeKernels:
     def embedding(self, table: Matrix, batch: BatchHandle) -> Symbol:
         return self._append("embed", (), [table.shape[1]], p=[table.pointer])
 
+    def position_embedding(self, table: Matrix, batch: BatchHandle) -> Symbol:
+        return self._append("embed", (), [table.shape[1]], n=[1], p=[table.pointer])
+
     def linear(self, x: Symbol, weight: Matrix, bias: Float32 | None) -> Symbol:
         return self._append("linear", [x], [weight.shape[0]], p=[weight.pointer, address(bias)])
 
@@ -277,6 +280,9 @@ class NativeKernels:
         n = [x.width // len(weight), len(weight)]
         y, total = self._append_all("norm", [x, residual], [x.width] * 2, n=n, f=[eps], p=[address(weight)])
         return y, total
+
+    def layer_norm(self, x: Symbol, weight: Float32, bias: Float32, eps: float) -> Symbol:
+        return self._append("layer_norm", [x], [x.width], n=[x.width], f=[eps], p=[address(weight), address(bias)])
 
     def split(self, x: Symbol, widths: tuple[int, ...]) -> tuple[Symbol, ...]:
         starts = np.cumsum([0, *widths])[:-1].tolist()
@@ -302,6 +308,18 @@ class NativeKernels:
     ) -> Symbol:
         n = [layer, group, num_heads, num_kv_heads, q.width // num_heads, window or 0]
         return self._append("attention", [q, k, v], [q.width], n=n, f=[scale])
+
+    def encoder_attention(
+        self, q: Symbol, k: Symbol, v: Symbol, *, num_heads: int, scale: float, batch: BatchHandle
+    ) -> Symbol:
+        n = [num_heads, q.width // num_heads]
+        return self._append("encoder_attention", [q, k, v], [q.width], n=n, f=[scale])
+
+    def gelu(self, x: Symbol) -> Symbol:
+        return self._append("gelu", [x], [x.width], n=[x.width])
+
+    def tanh(self, x: Symbol) -> Symbol:
+        return self._append("tanh", [x], [x.width], n=[x.width])
 
     def silu_mul(self, x: Symbol) -> Symbol:
         return self._append("silu_mul", [x], [x.width // 2], n=[x.width // 2])
@@ -329,6 +347,10 @@ class NativeKernels:
 
     def sample_rows(self, x: Symbol, batch: BatchHandle) -> Symbol:
         return self._append("pick", [x], [x.width], n=[x.width])
+
+    def host_rows(self, rows: Float32) -> Float32:
+        """A copy: the next step writes to the same memory."""
+        return rows.copy()
 
     def sample(self, logits: Float32, rows: SamplingRows) -> SampledRows:
         """`logits` [rows, vocab]: what a captured forward gave."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PATH = Path(__file__).with_name("libheadrace.so")
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OP_KINDS = (
     "embed",
@@ -30,6 +30,10 @@ OP_KINDS = (
     "add",
     "pick",
     "experts",
+    "layer_norm",
+    "gelu",
+    "tanh",
+    "encoder_attention",
 )
 STORAGE = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 4, "int8": 8}
 SCHEMES = {"float": 0, "bfloat16": 1, "int8": 2, "int8_rows": 3}

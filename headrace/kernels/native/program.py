@@ -99,6 +99,7 @@ class Program:
             op.n[: len(recorded.n)] = recorded.n
             op.f[: len(recorded.f)] = recorded.f
             op.p[: len(recorded.p)] = recorded.p
+        self.uses_cache = any(recorded.kind == "attention" for recorded in recording.operations)
         self._inputs = [places[buffer] for buffer in recording.inputs]
         self._output = Symbol(places[output.buffer], output.column, output.width)
         self._capacity = [0, 0]

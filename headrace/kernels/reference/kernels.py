@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class LoadedBatch:
 
     token_ids: Int32
     num_rows: int
+    query_start: Int32
     positions: Tensor
     slot_mapping: Tensor
     sample_rows: Tensor
@@ -180,15 +181,17 @@ class ReferenceKernels:
         return lambda batch: forward(self.load_batch(batch))
 
     def load_batch(self, batch: Batch) -> LoadedBatch:
-        layout = self._cache_layout()
-        plan = partial(
-            plan_attention,
-            batch,
-            num_kv_heads=layout.num_kv_heads,
-            block_size=layout.block_size,
-            empty_slot=layout.num_blocks * layout.block_size,
-            device=self.device,
-        )
+        def plan(group: int, window: int | None) -> AttentionPlan:
+            layout = self._cache_layout()
+            return plan_attention(
+                batch,
+                num_kv_heads=layout.num_kv_heads,
+                block_size=layout.block_size,
+                empty_slot=layout.num_blocks * layout.block_size,
+                device=self.device,
+                group=group,
+                window=window,
+            )
 
         def index(values: Int32) -> Tensor:
             return torch.from_numpy(values.astype(np.int64)).to(self.device)
@@ -196,17 +199,24 @@ class ReferenceKernels:
         return LoadedBatch(
             token_ids=batch.token_ids,
             num_rows=len(batch.token_ids),
+            query_start=batch.query_start,
             positions=index(batch.positions),
             slot_mapping=index(batch.slot_mapping),
             sample_rows=index(batch.sample_rows),
-            plan=lambda group, window: plan(group=group, window=window),
+            plan=plan,
         )
 
     def embedding(self, table: EmbeddingTable, batch: LoadedBatch) -> Tensor:
+        return self._table_rows(table, batch.token_ids)
+
+    def position_embedding(self, table: EmbeddingTable, batch: LoadedBatch) -> Tensor:
+        return self._table_rows(table, batch.positions.cpu().numpy())
+
+    def _table_rows(self, table: EmbeddingTable, index: NDArray[np.integer]) -> Tensor:
         if table.dense is not None:
-            return table.dense[torch.from_numpy(batch.token_ids.astype(np.int64)).to(self.device)]
+            return table.dense[torch.from_numpy(index.astype(np.int64)).to(self.device)]
         assert table.weight is not None
-        return torch.from_numpy(table.weight.rows(batch.token_ids).to_float32()).to(self._dtype)
+        return torch.from_numpy(table.weight.rows(index).to_float32()).to(self._dtype)
 
     def linear(self, x: Tensor, weight: Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
         return multiply(x, weight, bias)
@@ -219,6 +229,12 @@ class ReferenceKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        distance = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(distance.square().mean(-1, keepdim=True).add_(eps))
+        return (distance * scale).mul_(weight).add_(bias).to(x.dtype)
 
     def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         return x.split(widths, dim=-1)
@@ -258,6 +274,35 @@ class ReferenceKernels:
         if plan is None:
             plan = batch.plans[group, window] = batch.plan(group, window)
         return attend(q, keys, values, plan, num_kv_heads=num_kv_heads, scale=scale)
+
+    def encoder_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, num_heads: int, scale: float, batch: LoadedBatch
+    ) -> Tensor:
+        """Sequence by sequence, so that every product has the shape of the sequence alone."""
+        out = torch.empty_like(q)
+        for first, stop in pairwise(batch.query_start.tolist()):
+            own = (part[first:stop].float().view(stop - first, num_heads, -1).transpose(0, 1) for part in (q, k, v))
+            queries, keys, values = (part.contiguous() for part in own)
+            scores = torch.bmm(queries * scale, keys.transpose(1, 2))
+            weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+            attended = torch.bmm(weights, values).div_(weights.sum(-1, keepdim=True))
+            out[first:stop] = attended.transpose(0, 1).reshape(stop - first, -1).to(q.dtype)
+        return out
+
+    def gelu(self, x: Tensor) -> Tensor:
+        # By Abramowitz and Stegun 7.1.26, because torch's own erf is one of those that depend on the place.
+        wide = x.float()
+        size = wide.abs()
+        z = size * math.sqrt(0.5)
+        t = 1 / (z * 0.3275911).add_(1)
+        series = torch.full_like(t, 1.061405429)
+        for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+            series.mul_(t).add_(factor)
+        complement = series.mul_(t).mul_(torch.exp(-z * z))
+        return (wide.clamp(min=0) - (size * 0.5).mul_(complement)).to(x.dtype)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return (1 - 2 / torch.exp(x.float() * 2).add_(1)).to(x.dtype)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
@@ -302,6 +347,9 @@ class ReferenceKernels:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> SampledRows:
         return sampling.sample(logits.float(), rows)
+
+    def host_rows(self, rows: Tensor) -> Float32:
+        return rows.float().cpu().numpy().copy()
 
     def _cache_layout(self) -> KVCacheLayout:
         if self._layout is None:
