@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,6 @@ class Engine:
 def up_command(words: Sequence[str]) -> int:
     """Run `headrace up` with `words`; returns the exit status."""
     from headrace.cli.serve import serve_command
-    from headrace.gateway.config_load import Overrides, is_gateway_config
 
     if any(word in ("-h", "--help") for word in words):
         print(USAGE, end="")
@@ -73,17 +72,25 @@ def up_command(words: Sequence[str]) -> int:
         return options
     if any(word.split("=")[0].replace("_", "-") in ("--dry-run", "--help") for word in rest):
         return serve_command("up", rest)
+    config = _config_file(rest)
+    if config is not None:
+        from headrace.gateway.config_load import is_gateway_config
+
+        if is_gateway_config(Path(config)):
+            return _up_from_file(config, rest, _overrides(options))
+    return _up_with_flags(rest, options)
+
+
+def _overrides(options: Mapping[str, str]) -> Overrides:
+    from headrace.gateway.config_load import Overrides
+
     port = options.get("gateway-port")
-    overrides = Overrides(
+    return Overrides(
         host=options.get("gateway-host"),
         port=None if port is None else int(port),
         database_url=options.get("gateway-database"),
         data_dir=options.get("data-dir"),
     )
-    config = _config_file(rest)
-    if config is not None and is_gateway_config(Path(config)):
-        return _up_from_file(config, rest, overrides)
-    return _up_with_flags(rest, overrides)
 
 
 def _gateway_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,11 +118,16 @@ def _config_file(words: Sequence[str]) -> str | None:
     return None
 
 
-def _up_with_flags(words: Sequence[str], overrides: Overrides) -> int:
+def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
     engine = _engine("engine", words, "")
     if engine is None:
         return 2
-    return _start([engine], partial(_snapshot_of, engine.server, overrides), overrides)
+
+    def wanted() -> tuple[Snapshot, Overrides]:
+        overrides = _overrides(options)
+        return _snapshot_of(engine.server, overrides), overrides
+
+    return _start([engine], wanted)
 
 
 def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
@@ -154,7 +166,7 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         if engine is None:
             return 2
         engines.append(engine)
-    return _start(engines, lambda: snapshot, overrides)
+    return _start(engines, lambda: (snapshot, overrides))
 
 
 def _engine(name: str, words: Sequence[str], place: str) -> Engine | None:
@@ -183,12 +195,13 @@ class Gateway:
     """The gateway with its address and its database, ready to serve."""
 
     snapshot: Snapshot
+    overrides: Overrides
     listener: socket.socket
     ledger: Ledger
     log: GatewayLog
 
 
-def _start(engines: Sequence[Engine], snapshot: Callable[[], Snapshot], overrides: Overrides) -> int:
+def _start(engines: Sequence[Engine], wanted: Callable[[], tuple[Snapshot, Overrides]]) -> int:
     import uvloop
 
     from headrace.protocol.http_listener import CannotListen, listen
@@ -203,7 +216,7 @@ def _start(engines: Sequence[Engine], snapshot: Callable[[], Snapshot], override
             ]
         except CannotListen as error:
             return _failed(error)
-        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, snapshot, stack), overrides))
+        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, wanted, stack)))
         leave_soon(status)
         return status
 
@@ -213,8 +226,8 @@ def _failed(error: Exception) -> int:
     return 1
 
 
-def _open_gateway(make_snapshot: Callable[[], Snapshot], stack: contextlib.ExitStack) -> Gateway | int:
-    """The gateway, closed with `stack`; the exit status after its mistakes have been printed. Blocks."""
+def _open_gateway(wanted: Callable[[], tuple[Snapshot, Overrides]], stack: contextlib.ExitStack) -> Gateway | int:
+    """The `wanted` gateway, closed with `stack`; the exit status after its mistakes have been printed. Blocks."""
     from headrace.config.errors import ConfigError
     from headrace.gateway.config_load import InvalidConfig
     from headrace.gateway.logs import GatewayLog
@@ -223,7 +236,7 @@ def _open_gateway(make_snapshot: Callable[[], Snapshot], stack: contextlib.ExitS
     from headrace.protocol.http_listener import CannotListen, listen
 
     try:
-        snapshot = make_snapshot()
+        snapshot, overrides = wanted()
         at = snapshot.listen
         listener = stack.enter_context(contextlib.closing(listen(at.host, at.port, USUAL_PORT)))
         ledger = stack.enter_context(contextlib.closing(open_ledger_at(at)))
@@ -232,14 +245,13 @@ def _open_gateway(make_snapshot: Callable[[], Snapshot], stack: contextlib.ExitS
     except (CannotListen, ConfigError) as error:
         return _failed(error)
     log = stack.enter_context(contextlib.closing(GatewayLog(redactor=Redactor(secrets_of(snapshot)))))
-    return Gateway(snapshot, listener, ledger, log)
+    return Gateway(snapshot, overrides, listener, ledger, log)
 
 
 async def _run(
     engines: Sequence[Engine],
     listeners: Sequence[socket.socket],
     open_gateway: Callable[[], Gateway | int],
-    overrides: Overrides,
 ) -> int:
     from headrace.cli.startup import print_block, print_lines
     from headrace.server.run import Ending, run_engine
@@ -281,7 +293,7 @@ async def _run(
         serving = asyncio.create_task(
             serve(
                 snapshot,
-                overrides,
+                gateway.overrides,
                 gateway.ledger,
                 gateway.listener,
                 log,

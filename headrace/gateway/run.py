@@ -34,7 +34,8 @@ from headrace.gateway.snapshot import Listen, Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 from headrace.protocol.access_errors import API_KEYS_PAGE
-from headrace.protocol.http_listener import LAST_BYTES_S, CannotListen, http_server, listen
+from headrace.protocol.http_listener import CannotListen, listen
+from headrace.protocol.http_server import LAST_BYTES_S, http_server
 
 USUAL_PORT = 8080
 GIVE_WAY_S = 0.0005

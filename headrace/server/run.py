@@ -26,13 +26,14 @@ import uvloop
 
 from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings, ServerSettings
-from headrace.protocol.http_listener import LAST_BYTES_S, CannotListen, HttpServer, http_server, listen
+from headrace.protocol.http_listener import CannotListen, listen
 from headrace.protocol.ipc import EngineInfo
 from headrace.server.engine_client import EngineClient, StartupError
 from headrace.server.metrics import EngineMetrics, ThroughputLog
 from headrace.server.progress import show_progress
 
 if TYPE_CHECKING:
+    from headrace.protocol.http_server import HttpServer
     from headrace.server.app import App
 
 logger = logging.getLogger("headrace.server")
@@ -41,6 +42,8 @@ uvicorn_logger = logging.getLogger("uvicorn.error")
 USUAL_PORT = 8000
 STATS_INTERVAL_S = 10.0
 
+HTTP_PATIENCE_S = 1.5
+"""For the last answers to reach their clients."""
 CORE_PATIENCE_S = 0.5
 """For the core to leave by itself before it is killed."""
 
@@ -62,14 +65,14 @@ def serve(
         return uvloop.run(_serve(engine_settings, server_settings, listener, banner))
 
 
-def configure_logging(uvicorn_log_level: str) -> None:
+def configure_logging(uvicorn_log_level: str, own_level: str = "INFO") -> None:
     """Lines on standard error; uvicorn's at a level of their own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [server] %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("headrace").setLevel(logging.INFO)
+    logging.getLogger("headrace").setLevel(own_level)
     level = "DEBUG" if uvicorn_log_level == "trace" else uvicorn_log_level.upper()
     logging.getLogger("uvicorn").setLevel(level)
 
@@ -135,10 +138,9 @@ async def run_engine(
     status = 0
     try:
         # The core loads meanwhile; the tokenizer takes its time too, so signals are served from here on.
-        app = await asyncio.to_thread(build_app, engine_settings, server_settings, client, metrics)
-        http = http_server(app, ssl_keyfile=server_settings.ssl_keyfile, ssl_certfile=server_settings.ssl_certfile)
+        http = await asyncio.to_thread(build_server, engine_settings, server_settings, client, metrics)
         tasks.append(asyncio.create_task(http.serve(sockets=[listener])))
-        ready = asyncio.create_task(_until_ready(client))
+        ready = asyncio.create_task(until_ready(client))
         await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             banner(ready.result())
@@ -160,11 +162,21 @@ async def run_engine(
     return status
 
 
+def build_server(
+    engine_settings: EngineSettings, server_settings: ServerSettings, client: EngineClient, metrics: EngineMetrics
+) -> HttpServer:
+    """The HTTP server around the client, to be run. Raises ConfigError."""
+    # Imported here, as in build_app: the core process, which takes longest, is under way before any of this is read.
+    from headrace.protocol.http_server import http_server
+
+    app = build_app(engine_settings, server_settings, client, metrics)
+    return http_server(app, ssl_keyfile=server_settings.ssl_keyfile, ssl_certfile=server_settings.ssl_certfile)
+
+
 def build_app(
     engine_settings: EngineSettings, server_settings: ServerSettings, client: EngineClient, metrics: EngineMetrics
 ) -> App:
     """Tokenizer, chat template and routes around the client. Raises ConfigError."""
-    # Imported here: the core process, which takes longest, is under way before any of this is read.
     from headrace.config.model_files import open_model
     from headrace.server.app import create_app
     from headrace.server.model_text import model_text
@@ -185,7 +197,8 @@ def build_app(
     )
 
 
-async def _until_ready(client: EngineClient) -> EngineInfo:
+async def until_ready(client: EngineClient) -> EngineInfo:
+    """Shows how loading gets on until it is done. Raises StartupError."""
     waiting = asyncio.create_task(client.wait_ready())
     try:
         await show_progress(client, waiting)
@@ -224,7 +237,7 @@ async def _end(
         http.should_exit = True
     stopping = asyncio.create_task(client.stop(CORE_PATIENCE_S))
     if http is not None and tasks:
-        await asyncio.wait({tasks[0]}, timeout=LAST_BYTES_S + 0.5)
+        await asyncio.wait({tasks[0]}, timeout=HTTP_PATIENCE_S)
     await stopping
     for task in tasks:
         task.cancel()
