@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself. Variables worth knowing:
 #   PYTHON=python3.12   the interpreter .venv is made with
 #   TORCH=              do not install torch for the tests (you have put your own build into .venv); or TORCH=torch==2.12.1
-#   ARGS="..."          flags for `headrace up` (run), for pytest (test*), for the load generator (bench)
+#   ARGS="..."          flags for `headrace up` (run), for pytest (test*), for the comparison (bench)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,8 +26,8 @@ help:
 	@echo 'make test-gpu       tests for a machine with an NVIDIA GPU'
 	@echo 'make lint           ruff, mypy, import-linter'
 	@echo 'make format         let ruff rewrite the files'
-	@echo 'make bench          start a server, put load on it, print the result'
-	@echo 'make bench-compare  Headrace beside other servers under four loads; BASE=file shows what changed since'
+	@echo 'make bench          Headrace beside the peers that are installed, under four loads'
+	@echo 'make bench-compare  the same; BASE=file shows what changed since'
 	@echo 'make bench-gateway  what the gateway adds to a request'
 	@echo 'make bench-kernels  products with weights beside what the CPU can do'
 
@@ -90,10 +90,7 @@ format: $(VENV)/.dev-stamp
 	$(BIN)/ruff check --fix headrace tests
 	$(BIN)/ruff format headrace tests
 
-bench: $(VENV)/.setup-stamp $(KERNELS)
-	@exec $(BIN)/python -m headrace.bench.serve --start-server $(ARGS)
-
-bench-compare: $(VENV)/.setup-stamp $(KERNELS)
+bench bench-compare: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/python -m headrace.bench.compare $(if $(BASE),--base $(BASE)) $(ARGS)
 
 bench-gateway: $(VENV)/.setup-stamp

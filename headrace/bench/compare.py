@@ -27,7 +27,7 @@ from rich.table import Table
 
 from headrace.bench.contestants import Contestant, Running, contestants, running
 from headrace.bench.load import Target
-from headrace.bench.workloads import HEADLINE, WORKLOADS, Figures, run_workload
+from headrace.bench.workloads import HEADLINE, REQUESTS, WORKLOADS, Figures, run_workload
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +60,8 @@ def measure(
     with contextlib.ExitStack() as stack:
         up: list[tuple[Contestant, Running]] = []
         for contestant in chosen:
+            if not contestant.is_server:
+                continue
             try:
                 server = stack.enter_context(running(contestant))
             except RuntimeError as error:
@@ -73,10 +75,24 @@ def measure(
                 if contestant.bench:
                     note(contestant, "bench", number, {"decode tok/s a stream": bench_rate(contestant.bench)})
             for load in workloads:
+                seed = 1000 * number + 7
                 for contestant, server in up:
-                    figures = run_workload(load, Target(server.url, contestant.model), seed=1000 * number + 7)
+                    figures = run_workload(load, Target(server.url, contestant.model), seed=seed)
                     note(contestant, load, number, {**figures, "PSS MiB": server.pss_bytes() / (1 << 20)})
+                for contestant in chosen:
+                    if not contestant.is_server and load in REQUESTS:
+                        note(contestant, load, number, offline_figures(contestant, load, seed))
     return entries
+
+
+def offline_figures(contestant: Contestant, load: str, seed: int) -> Figures:
+    """What a contestant without a server printed; errors 1 when it failed."""
+    command = [part.replace("{load}", load).replace("{seed}", str(seed)) for part in contestant.command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return {name: float(value) for name, value in json.loads(done.stdout).items()}
+    except (ValueError, AttributeError):
+        return {"errors": 1}
 
 
 def bench_rate(command: Sequence[str]) -> float:

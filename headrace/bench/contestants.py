@@ -1,12 +1,14 @@
 """The servers that are compared: Headrace in its forms and whichever peers are on this machine, each by its command.
 
 Model files lie in one folder: `hf/` (a Hugging Face checkpoint in bfloat16) and `bf16.gguf`, `q8_0.gguf`,
-`q4_0.gguf`, `q4_1.gguf` of the same model; what is missing is left out of the comparison, and said.
+`q4_0.gguf`, `q4_1.gguf` of the same model (without the last: the bundled model, which is it); what is missing is left
+out of the comparison, and said.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import resource
 import shutil
@@ -24,7 +26,10 @@ import psutil
 
 from headrace.bench.ports import free_port
 from headrace.bench.serve import START_TIMEOUT_S, STOP_TIMEOUT_S
+from headrace.config.resolve import resolve_model
 
+KV_CACHE_BYTES = 256 << 20
+"""Enough for each of the loads on the model of the comparison; what is not needed is not asked for."""
 MEMORY_LIMIT_BYTES = 16 << 30
 """Of a server's data: what runs away ends itself before it ends the machine."""
 
@@ -40,6 +45,8 @@ class Contestant:
     environment: Mapping[str, str] = field(default_factory=dict)
     bench: tuple[str, ...] = ()
     """Prints the decode rate without a server, as JSON: llama-bench."""
+    is_server: bool = True
+    """Else `command` is run once for a {load} and {seed}, and prints its figures as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,8 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
     found: list[Contestant] = []
     missing: list[str] = []
     serve = (sys.executable, "-m", "headrace", "serve")
-    ours = ("--host", "127.0.0.1", "--port", "{port}", "--threads", str(threads), "--served-model-name", "m")
+    ours = ("--host", "127.0.0.1", "--port", "{port}", "--threads", str(threads), "--served-model-name", "m",
+            "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))  # fmt: skip
 
     def add(contestant: Contestant, *needs: Path) -> None:
         absent = [str(path) for path in needs if not path.exists()]
@@ -79,6 +87,8 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
     add(Contestant("headrace int8", "int8", (*serve, str(hf), "--quantization", "int8", *ours), "m"), hf)
     for file in ("q8_0", "q4_0", "q4_1"):
         path = models / f"{file}.gguf"
+        if file == "q4_1" and not path.exists():
+            path = resolve_model(None)
         scheme = "int8" if file == "q8_0" else "4-bit"
         add(Contestant(f"headrace {file}", scheme, (*serve, str(path), *ours), "m"), path)
     server = shutil.which("llama-server", path=llama)
@@ -111,6 +121,12 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
             "OMP_NUM_THREADS": str(threads),
         }
         add(Contestant("vLLM bf16", "bf16", serving, "m", environment), hf)
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        missing.append("transformers: it and torch are not installed beside Headrace")
+    else:
+        generate = (sys.executable, "-m", "headrace.bench.generate", "--model", str(hf), "--load", "{load}",
+                    "--seed", "{seed}", "--threads", str(threads))  # fmt: skip
+        add(Contestant("transformers bf16", "bf16", generate, "m", is_server=False), hf)
     return found, missing
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from itertools import pairwise
 
 import aiohttp
@@ -27,23 +27,22 @@ Figures = dict[str, float]
 UNLIMITED = float("inf")
 
 
-async def one_stream(target: Target, seed: int) -> Figures:
-    return _served(
-        await run_load(target, random_requests(8, 128, 128, seed=seed), max_concurrency=1, request_rate=UNLIMITED)
-    )
+def one_by_one(seed: int) -> tuple[list[Request], int]:
+    return random_requests(8, 128, 128, seed=seed), 1
 
 
-async def many_streams(target: Target, seed: int) -> Figures:
-    return _served(
-        await run_load(target, random_requests(128, 128, 128, seed=seed), max_concurrency=32, request_rate=UNLIMITED)
-    )
+def distinct(seed: int) -> tuple[list[Request], int]:
+    return random_requests(128, 128, 128, seed=seed), 32
 
 
-async def shared_prefix(target: Target, seed: int) -> Figures:
+def one_prefix(seed: int) -> tuple[list[Request], int]:
     rng = random.Random(seed)
     prefix = " ".join(rng.choices(WORDS, k=1024))
-    requests = [Request(f"{prefix} {' '.join(rng.choices(WORDS, k=32))}", 64) for _ in range(64)]
-    return _served(await run_load(target, requests, max_concurrency=16, request_rate=UNLIMITED))
+    return [Request(f"{prefix} {' '.join(rng.choices(WORDS, k=32))}", 64) for _ in range(64)], 16
+
+
+REQUESTS: dict[str, Callable[[int], tuple[list[Request], int]]] = {"W1": one_by_one, "W2": distinct, "W3": one_prefix}
+"""The loads that are lists of requests: seed to the requests and how many streams there are at a time."""
 
 
 async def long_prompt(target: Target, seed: int) -> Figures:
@@ -74,18 +73,16 @@ async def long_prompt(target: Target, seed: int) -> Figures:
     }
 
 
-WORKLOADS: dict[str, Callable[[Target, int], Coroutine[None, None, Figures]]] = {
-    "W1": one_stream,
-    "W2": many_streams,
-    "W3": shared_prefix,
-    "W4": long_prompt,
-}
+WORKLOADS = (*REQUESTS, "W4")
 
 HEADLINE = {"W1": "output tok/s", "W2": "output tok/s", "W3": "output tok/s", "W4": "worst gap ms"}
 
 
 def run_workload(name: str, target: Target, seed: int) -> Figures:
-    return asyncio.run(WORKLOADS[name](target, seed))
+    if name == "W4":
+        return asyncio.run(long_prompt(target, seed))
+    requests, streams = REQUESTS[name](seed)
+    return _served(asyncio.run(run_load(target, requests, max_concurrency=streams, request_rate=UNLIMITED)))
 
 
 def _served(outcomes: list[Outcome]) -> Figures:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from headrace.bench.compare import changes, medians, tables
-from headrace.bench.contestants import contestants
+from headrace.bench.compare import changes, medians, offline_figures, tables
+from headrace.bench.contestants import Contestant, contestants
 
 
 def entry(server: str, number: int, rate: float, load: str = "W1") -> dict:
@@ -59,3 +60,22 @@ def test_what_is_not_there_is_left_out_and_named(tmp_path: Path) -> None:
     assert any(line.startswith("llama.cpp: llama-server") for line in missing)
     assert any(line.startswith("vLLM: vllm") for line in missing)
     assert any(line.startswith("headrace bf16: there is no") for line in missing)
+    assert any(line.startswith("transformers bf16: there is no") for line in missing)
+
+
+def test_without_a_folder_of_models_the_bundled_one_is_measured(tmp_path: Path) -> None:
+    found, _ = contestants(tmp_path / "none", 2, str(tmp_path / "no-vllm"), str(tmp_path))
+    (ours,) = found
+    assert ours.name == "headrace q4_1" and any(word.endswith(".gguf") for word in ours.command)
+
+
+def test_what_has_no_server_prints_its_figures_or_counts_as_failed() -> None:
+    says = "import sys, json; print(json.dumps({'output tok/s': len(sys.argv[1]) + int(sys.argv[2]), 'errors': 0}))"
+    batch = Contestant(
+        "transformers bf16", "bf16", (sys.executable, "-c", says, "{load}", "{seed}"), "m", is_server=False
+    )
+    assert offline_figures(batch, "W2", 7) == {"output tok/s": 9.0, "errors": 0.0}
+    broken = Contestant(
+        "transformers bf16", "bf16", (sys.executable, "-c", "raise SystemExit(1)"), "m", is_server=False
+    )
+    assert offline_figures(broken, "W2", 7) == {"errors": 1}
