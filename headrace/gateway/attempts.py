@@ -13,9 +13,11 @@ import functools
 import random
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.breaker import Breaker
+from headrace.gateway.continuation import Record, Said, continued, may_continue, takes_over
 from headrace.gateway.deadline import Deadline
 from headrace.gateway.delivery import Delivery
 from headrace.gateway.exchange import Exchange
@@ -36,6 +38,15 @@ MAX_BACKOFF_S = 2.0
 
 class _NoResponsesApi(Exception):
     """The upstream has turned out to have no /responses."""
+
+
+class _Broken(NamedTuple):
+    """An answer that broke in the middle and that somebody else may go on with."""
+
+    said: Said
+    delivery: Delivery
+    replica: int
+    error: ApiError
 
 
 class Attempts:
@@ -59,6 +70,8 @@ class Attempts:
         self.plan = plan
         self.progress = Progress(route)
         self._rate_headers = rate_headers
+        self._continues = snapshot.continues_streams and request.stream and may_continue(request)
+        self._broken: _Broken | None = None
 
     async def run(self) -> None:
         """Answers the exchange. Raises ApiError when no upstream did."""
@@ -69,17 +82,41 @@ class Attempts:
             is_last = place == len(self.route.attempts) - 1
             failure = await self._at(attempt, failure, is_last)
             if failure is None:
+                if self._broken is not None:
+                    await self._go_on(self._broken, place)
                 return
             if not failure.falls_back:
                 break
         raise self._final(failure)
 
+    async def _go_on(self, broken: _Broken, place: int) -> None:
+        """Have somebody else say the rest: the next upstream that can, else the same one; once."""
+        failed = self.route.attempts[place]
+        now_s = time.monotonic()
+        for attempt in (*self.route.attempts[place + 1 :], failed):
+            if not takes_over(attempt):
+                continue
+            replicas = [*self._replicas(attempt)]
+            if attempt is failed:
+                replicas.sort(key=lambda replica: replica == broken.replica)
+            for replica in replicas:
+                breaker = self.state.breakers.of((attempt.upstream.name, replica, attempt.model))
+                if breaker.allows(now_s):
+                    self.progress.carry(self.request)
+                    try:
+                        return await self._once(attempt, replica, breaker, broken.said)
+                    except UpstreamFailure as failure:
+                        self.progress.causes.append(f"{attempt.upstream.name}:{failure.error.code}")
+                        self.state.metrics.attempt_failed(
+                            attempt.upstream.name, attempt.model, _reason(failure), falls_back=False
+                        )
+                        return await broken.delivery.break_off(broken.error)
+        await broken.delivery.break_off(broken.error)
+
     async def _at(self, attempt: Attempt, before: UpstreamFailure | None, is_last: bool) -> UpstreamFailure | None:
         """Ask one upstream, again where that may help. None = answered; else why not."""
         upstream = attempt.upstream
-        replicas: Sequence[int] = (0,)
-        if len(upstream.replicas) > 1:
-            replicas = self.state.balancer.order(upstream.name, len(upstream.replicas), self.request.affinity())
+        replicas = self._replicas(attempt)
         failure = before
         num_tries = 0
         for number in range(max(upstream.max_retries + 1, len(replicas))):
@@ -111,12 +148,21 @@ class Attempts:
             return before or UpstreamFailure(upstream_errors.none_healthy(self.route.model.name))
         return failure
 
+    def _replicas(self, attempt: Attempt) -> Sequence[int]:
+        upstream = attempt.upstream
+        if len(upstream.replicas) < 2:
+            return (0,)
+        return self.state.balancer.order(upstream.name, len(upstream.replicas), self.request.affinity())
+
     async def _pause(self, num_tries: int, failure: UpstreamFailure | None) -> None:
         backoff_s = min(BACKOFF_S * 2 ** (num_tries - 1), MAX_BACKOFF_S) * random.uniform(0.8, 1.2)
         await asyncio.sleep(max(backoff_s, _wait_s(failure)))
 
-    async def _once(self, attempt: Attempt, replica: int, breaker: Breaker) -> None:
-        """One request to one replica. Raises UpstreamFailure when it came to nothing."""
+    async def _once(self, attempt: Attempt, replica: int, breaker: Breaker, before: Said | None = None) -> None:
+        """One request to one replica. Raises UpstreamFailure when it came to nothing.
+
+        `before`: what the client has of an answer that broke, and that this one goes on with.
+        """
         progress, upstream = self.progress, attempt.upstream
         progress.attempt = attempt
         progress.num_attempts += 1
@@ -127,9 +173,9 @@ class Attempts:
         first_s: float | None = None
         try:
             try:
-                broken = await self._ask(attempt, replica)
+                broken = await self._ask(attempt, replica, before)
             except _NoResponsesApi:
-                broken = await self._ask(attempt, replica)
+                broken = await self._ask(attempt, replica, before)
             first_s = progress.ttft_s if self.request.stream else time.perf_counter() - self.exchange.began_s
             verdict = broken is None
         except UpstreamFailure as failure:
@@ -152,9 +198,10 @@ class Attempts:
             return
         progress.outcome = "truncated"
         progress.causes.append(f"{upstream.name}:{broken.code}")
-        self.state.metrics.attempt_failed(upstream.name, attempt.model, broken.code or "", falls_back=False)
+        falls_back = self._broken is not None
+        self.state.metrics.attempt_failed(upstream.name, attempt.model, broken.code or "", falls_back=falls_back)
 
-    async def _ask(self, attempt: Attempt, replica: int) -> ApiError | None:
+    async def _ask(self, attempt: Attempt, replica: int, before: Said | None) -> ApiError | None:
         """None = answered; an error = broke after the first content. Raises UpstreamFailure before that."""
         upstream, progress, state = attempt.upstream, self.progress, self.state
         try:
@@ -164,10 +211,15 @@ class Attempts:
                 self.route.model,
                 self.plan,
                 self.snapshot,
-                native_responses=upstream.name not in state.without_responses,
+                native_responses=before is None and upstream.name not in state.without_responses,
             )
         except ApiError as error:  # this upstream's dialect has no words for it; another's may
             raise UpstreamFailure(error, counts=False) from None
+        if before is not None:
+            continuation = continued(call, before)
+            if continuation is None:
+                raise UpstreamFailure(upstream_errors.cannot_go_on(upstream), counts=False)
+            call = continuation
         client = state.clients.of(upstream)
         url = client.url(call.path, replica)
         if self.request.query and call.translation is None:
@@ -186,12 +238,19 @@ class Attempts:
                 named = self.gateway_headers()
                 if call.translation is not None and call.translation.dropped:
                     named.append((b"x-headrace-ignored", _header_value(",".join(call.translation.dropped))))
-                delivery = Delivery(self.exchange, self.request, call, upstream, deadline, progress, named)
+                record = Record() if self._continues and before is None and call.wire == "openai" else None
+                delivery = Delivery(
+                    self.exchange, self.request, call, upstream, deadline, progress, named, record=record, before=before
+                )
                 await delivery.deliver(answer)
                 return None
         except UpstreamFailure as failure:
             if delivery is not None and delivery.committed:
-                await delivery.break_off(failure.error)
+                said = delivery.said() if failure.falls_back and not deadline.is_over else None
+                if said is not None:
+                    self._broken = _Broken(said, delivery, replica, failure.error)
+                else:
+                    await delivery.break_off(failure.error)
                 return failure.error
             progress.reached = False
             raise

@@ -213,6 +213,7 @@ def _read_sections(root: Section) -> Snapshot:
         fallback=found.fallback,
         fallback_models=MappingProxyType(found.fallback_models),
         rules=found.rules,
+        continues_streams=found.continues_streams,
         presets=presets,
         plans=MappingProxyType(plans),
         listen=listen,

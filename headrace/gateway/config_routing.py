@@ -19,13 +19,14 @@ class Routing:
     fallback: tuple[str, ...]
     fallback_models: dict[str, str]
     rules: tuple[Rule, ...]
+    continues_streams: bool
 
 
 def read_routing(
     root: Section, routing: Section | None, catalogue: Catalogue, fallback_models: dict[str, str]
 ) -> Routing:
     """`fallback_models` are those that upstreams name themselves (`fallback_model`)."""
-    default_model = None
+    default_model = stream_failure = None
     fallback: list[str] = []
     mapped = dict(fallback_models)
     if routing is not None:
@@ -41,12 +42,14 @@ def read_routing(
                     mapped.setdefault(target.upstream, target.model)
     rules = [*_rules(root, catalogue, mapped), *(_rules(routing, catalogue, mapped) if routing else ())]
     if routing is not None:
+        stream_failure = routing.choice("stream_failure", ("error", "continue"))
         routing.finish()
     return Routing(
         default_model=default_model,
         fallback=tuple(dict.fromkeys(fallback)),
         fallback_models=mapped,
         rules=tuple(rules),
+        continues_streams=stream_failure == "continue",
     )
 
 

@@ -50,6 +50,11 @@ class Deadline:
     def elapsed_s(self) -> float:
         return self._loop.time() - self._start_s
 
+    @property
+    def is_over(self) -> bool:
+        """The time for the whole answer has passed."""
+        return self._expired == "total"
+
     def began(self) -> None:
         """The first content is there; from now on the silence between two pieces counts."""
         self._limit = "idle"

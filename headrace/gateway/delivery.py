@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.body import Fields
+from headrace.gateway.continuation import Record, Said, as_one, mark
 from headrace.gateway.deadline import Deadline
 from headrace.gateway.estimate import estimate_tokens
 from headrace.gateway.exchange import Exchange
@@ -77,7 +78,11 @@ class Delivery:
         deadline: Deadline,
         progress: Progress,
         gateway_headers: RawHeaders,
+        *,
+        record: Record | None = None,
+        before: Said | None = None,
     ) -> None:
+        """`record`: what the client gets is kept. `before`: what it has already, of an answer that broke."""
         self.exchange = exchange
         self.request = request
         self.call = call
@@ -88,7 +93,10 @@ class Delivery:
         self.committed = False
         """Content has reached the client."""
         self._renaming: Renaming | None = None
+        self._record, self._before = record, before
         self._translator = call.translation.stream() if call.translation and request.stream else None
+        if before is not None:
+            self._translator = before.translator
         self._last_words = b""
         """What a translator said when it failed: the events before the failure, and the client's own error event."""
 
@@ -122,10 +130,20 @@ class Delivery:
         held, unseen = await self._hold_back(answer, watch, framer)
         self.progress.watch = watch
         self.committed = True
-        self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
         self.deadline.began()
-        await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
+        if self._before is None:
+            self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
+            await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
         await self.exchange.end(await self._pass_on(answer, watch, framer, held, unseen))
+
+    def said(self) -> Said | None:
+        """What the client has of the answer, where somebody else can go on with it."""
+        watch = self.progress.watch
+        if self._record is None or watch is None or watch.finished or self.exchange.mid_event:
+            return None
+        if self._translator is not None and self._translator.is_done:
+            return None
+        return self._record.said(self.model_shown if self.renames else None, watch.num_deltas, self._translator)
 
     async def break_off(self, error: ApiError) -> None:
         """Tell the client, inside the stream that has begun, that this is not the whole answer."""
@@ -159,7 +177,10 @@ class Delivery:
                 value = watch.look(event)
                 self._refuse_broken(watch)
                 begins = value is not None and is_content(self.call.wire, value)
-                held.append(self._for_client(event, value))
+                if self._record is not None:
+                    self._record.add(event)
+                if begins or self._before is None:
+                    held.append(self._for_client(event, value))
             size += len(data)
             if begins or watch.finished or size > MAX_HELD_BYTES:
                 break
@@ -167,14 +188,17 @@ class Delivery:
                 raise upstream_errors.invalid_response(self.upstream, "its stream ended without an answer in it")
             if not data:
                 raise upstream_errors.truncated(self.upstream, " before its first word")
-        if self.renames and watch.model is not None and self._translator is None:
+        if self._before is not None:
+            held.insert(0, mark(self.upstream.name, self.progress.causes[-1]))
+        elif self.renames and watch.model is not None and self._translator is None:
             self._renaming = Renaming(watch.model, self.model_shown)
         return self._renamed(b"".join(held)), b"".join(unseen)
 
     async def _pass_on(self, answer: UpstreamAnswer, watch: Watch, framer: Framer, held: bytes, unseen: bytes) -> bytes:
         """The rest of the stream. Returns its last bytes, not yet written. Raises UpstreamFailure."""
         exchange, deadline, renaming = self.exchange, self.deadline, self._renaming
-        looks = self._translator is not None
+        record = self._record
+        looks = self._translator is not None or self._before is not None
         block = held
 
         def take(data: bytes) -> bool:
@@ -184,6 +208,8 @@ class Delivery:
             if not exchange.write_now(data if renaming is None else renaming.apply(data)):
                 return False
             watch.passed(data)
+            if record is not None:
+                record.add(data)
             deadline.touch()
             return True
 
@@ -193,6 +219,8 @@ class Delivery:
                 block = await self._looked_at(unseen, watch)
             else:
                 watch.passed(unseen)
+                if record is not None:
+                    record.add(unseen)
                 block = held + self._renamed(unseen)
         while not watch.ended:
             if block:
@@ -211,11 +239,14 @@ class Delivery:
                     block = await self._looked_at(block, watch)
                 else:
                     watch.passed(block)
+                    if record is not None:
+                        record.add(block)
                     block = self._renamed(block)
                 exchange.mid_event = False
             elif len(framer.rest) > MAX_EVENT_BYTES and not looks:
                 block, framer.rest = framer.rest, b""
                 exchange.mid_event = True
+                self._record = record = None
         if not watch.complete:
             if block:
                 await exchange.write(block)
@@ -233,6 +264,8 @@ class Delivery:
             value = watch.look(event)
             try:
                 self._refuse_broken(watch)
+                if self._record is not None:
+                    self._record.add(event)
                 kept.append(self._for_client(event, value))
             except UpstreamFailure:
                 if kept:
@@ -252,6 +285,8 @@ class Delivery:
         return self._renamed(self._for_client(event, value))
 
     def _for_client(self, event: bytes, value: dict[str, Any] | None) -> bytes:
+        if self._before is not None and value is not None:
+            event = as_one(value, self._before)
         if self._translator is not None:
             return self._translated(self._translator, self._translator.feed(event))
         if value is not None and not self.request.wants_usage and is_usage_only(value):

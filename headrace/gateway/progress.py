@@ -35,6 +35,9 @@ class Progress(msgspec.Struct):
     reached: bool = False
     """An upstream has begun to work on the prompt for the attempt under way."""
     ttft_s: float | None = None
+    carried: Usage = msgspec.field(default_factory=lambda: Usage(0, 0))
+    """Of an answer that broke and was gone on with elsewhere, with what it cost."""
+    carried_micros: int = 0
     outcome: Outcome = "error"
     causes: list[str] = []
     """upstream:code of each failed attempt."""
@@ -54,12 +57,23 @@ class Progress(msgspec.Struct):
             return Usage(request.facts.prompt_tokens, 0), True
         return Usage(0, 0), False
 
+    def carry(self, request: Request) -> None:
+        """What the attempt under way used stays billed; what comes now is another's."""
+        assert self.attempt is not None
+        used, _ = self.tokens(request)
+        self.carried, self.carried_micros = used, self._cost(self.attempt, used)
+        self.watch, self.reached = None, False
+
+    @staticmethod
+    def _cost(attempt: Attempt, usage: Usage) -> int:
+        return cost_micros(attempt.price, usage.input_tokens, usage.output_tokens, usage.cached_tokens)
+
     def event(self, exchange: Exchange, request: Request, record: KeyRecord) -> UsageEvent:
         usage, estimated = self.tokens(request)
-        attempt = self.attempt
-        cost = 0
+        attempt, carried = self.attempt, self.carried
+        cost = self.carried_micros
         if attempt is not None:
-            cost = cost_micros(attempt.price, usage.input_tokens, usage.output_tokens, usage.cached_tokens)
+            cost += self._cost(attempt, usage)
         return UsageEvent(
             time_s=time.time(),
             key_id=record.id,
@@ -69,11 +83,11 @@ class Progress(msgspec.Struct):
             upstream_model=attempt.model if attempt else "",
             endpoint=request.endpoint.name,
             status=exchange.status or CLIENT_CLOSED_REQUEST,
-            input_tokens=usage.input_tokens,
-            output_tokens=usage.output_tokens,
-            cached_tokens=usage.cached_tokens,
+            input_tokens=usage.input_tokens + carried.input_tokens,
+            output_tokens=usage.output_tokens + carried.output_tokens,
+            cached_tokens=usage.cached_tokens + carried.cached_tokens,
             cost_micros=cost,
-            estimated=estimated,
+            estimated=estimated or carried.output_tokens > 0,
             stream=request.stream,
             ttft_s=self.ttft_s,
             total_s=time.perf_counter() - exchange.began_s,

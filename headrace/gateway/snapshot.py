@@ -267,6 +267,8 @@ class Snapshot:
     fallback_models: Mapping[str, str] = field(default_factory=_empty)
     """upstream -> its model for a fallback that does not have the requested one; absent = its first model."""
     rules: tuple[Rule, ...] = ()
+    continues_streams: bool = False
+    """A stream of plain text that breaks is gone on with by another upstream."""
     presets: Mapping[str, Any] = field(default_factory=_empty)
     """settings.json: defaults of every request."""
     plans: Mapping[str, Plan] = field(default_factory=_empty)

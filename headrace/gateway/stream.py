@@ -201,7 +201,7 @@ class Watch:
         self.usage = read_usage(value.get("usage")) or self.usage
         if self.model is None:
             self.model = _name(value.get("model"))
-        for choice in _choices(value):
+        for choice in choices_of(value):
             if choice.get("finish_reason"):
                 self.finished = True
             if _carries(choice):
@@ -250,7 +250,7 @@ class Watch:
 def is_content(wire: Wire, value: Mapping[str, Any]) -> bool:
     """Whether the event carries something of the answer: text, thought, a tool call, a reason to finish."""
     if wire == "openai":
-        return any(_carries(choice) or choice.get("finish_reason") for choice in _choices(value))
+        return any(_carries(choice) or choice.get("finish_reason") for choice in choices_of(value))
     kind = str(value.get("type"))
     if wire == "messages":
         if kind == "content_block_start":
@@ -288,7 +288,8 @@ def answer_text(answer: object) -> bytes:
     return b" ".join(parts)
 
 
-def _choices(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+def choices_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of an OpenAI event that are objects."""
     choices = value.get("choices")
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 

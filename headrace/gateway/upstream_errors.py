@@ -106,6 +106,12 @@ def blocked_address(upstream: Upstream, detail: str) -> UpstreamFailure:
     return UpstreamFailure(_upstream_error(502, "upstream_address_refused", message), counts=False)
 
 
+def cannot_go_on(upstream: Upstream) -> ApiError:
+    """Only for the log: the client is told why the answer that it has begun to read broke."""
+    message = f"The upstream {upstream.name} cannot be asked to go on with this answer."
+    return _upstream_error(502, "upstream_cannot_continue", message)
+
+
 def none_healthy(model: str) -> ApiError:
     message = (
         f"No upstream for the model `{model}` is healthy at the moment: each failed several times in a row and is "
