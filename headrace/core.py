@@ -38,6 +38,7 @@ from headrace.runtime.devices import choose_kernels, instruction_set
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes
+from headrace.runtime.pooling import Pooling
 from headrace.runtime.profile import StepProfile
 from headrace.runtime.runner import BrokenSequences, Runner
 
@@ -65,11 +66,15 @@ class EngineCore:
         phases = _Phases()
         with phases.measure("model files"):
             files = open_model(Path(settings.model), settings.hf_overrides)
+            if settings.pooler is not None:
+                config = msgspec.structs.replace(files.config, has_output=False)
+                files = dataclasses.replace(files, config=config)
         with phases.measure("device"):
             kernels = choose_kernels(settings, files.config)
         memory_bytes, taken_bytes = device_memory_bytes(kernels.device)
         self._grammars = GrammarStore(lambda: compiler_of(files, settings.tokenizer))
-        self._runner = Runner(files, kernels, self._grammars.find)
+        pooling = None if settings.pooler is None else Pooling(settings.pooler, files.config)
+        self._runner = Runner(files, kernels, self._grammars.find, pooling)
         with phases.measure("weights"):
             self._runner.load(
                 lambda done, total: progress("Loading model weights", done, total), settings.max_model_len
@@ -88,8 +93,8 @@ class EngineCore:
                 block_size=plan.block_size,
                 windows=tuple(group.window for group in files.config.layer_groups),
                 num_host_blocks=plan.num_host_blocks,
-                enable_prefix_caching=settings.enable_prefix_caching,
-                enable_chunked_prefill=settings.enable_chunked_prefill,
+                enable_prefix_caching=settings.enable_prefix_caching and not files.config.is_encoder,
+                enable_chunked_prefill=settings.enable_chunked_prefill and not files.config.is_encoder,
                 policy=settings.scheduling_policy,
                 max_num_queued_reqs=settings.max_num_queued_reqs,
                 max_num_queued_tokens=settings.max_num_queued_tokens,
@@ -128,6 +133,9 @@ class EngineCore:
     def add(self, request: ipc.AddRequest) -> Refusal | None:
         """Queue a request; a Refusal if it can never run or the queue is full. One with a grammar is queued when that
         is compiled, by `step`, and may be refused then: see `gate`."""
+        if (request.params.pooling is None) != (self.settings.pooler is None):
+            kind = "generates text" if self.settings.pooler is None else "gives vectors or scores"
+            return Refusal("invalid_request", f"This engine {kind}, and the request asks for something else.")
         return self.gate.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -247,7 +255,7 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
         ids = {step.seq_id for step in steps}
         blocks = {block_id for step in steps for own in step.new_block_ids for block_id in own}
         divided.append(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 plan,
                 dropped=plan.dropped if place == 0 else (),
                 new=tuple(new for new in plan.new if new.seq_id in ids),

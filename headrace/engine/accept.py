@@ -4,7 +4,8 @@ prompt are given out once."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.engine.plan import Sampled, SequenceStep
 from headrace.engine.repetition import repeats
@@ -12,8 +13,7 @@ from headrace.engine.request import Request, Sequence
 from headrace.protocol.ipc import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True, gc=False):
     """The first `num_tokens` of the sampled ones belong to the sequence. `finish_reason` None: it goes on."""
 
     num_tokens: int
@@ -26,17 +26,21 @@ def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
     params = seq.request.params
     if sampled.dead_end is not None:
         return Accepted(0, "error")
+    if sampled.pooled is not None:
+        return Accepted(0, "stop")
+    token_ids = seq.token_ids
     for place, token_id in enumerate(sampled.token_ids, 1):
-        seq.token_ids.append(token_id)
+        token_ids.append(token_id)
+        num_generated = len(token_ids) - seq.num_prompt_tokens
         stops = token_id in params.stop_token_ids
-        if stops and seq.num_generated_tokens > params.min_tokens:
+        if stops and num_generated > params.min_tokens:
             return Accepted(place, "stop", token_id)
         if sampled.complete and place == len(sampled.token_ids):
             return Accepted(place, "stop", token_id if stops else None)
-        if seq.num_generated_tokens >= seq.request.max_new_tokens:
+        if len(token_ids) >= seq.most_tokens:
             return Accepted(place, "length")
-        rule = params.repetition_detection if seq.num_generated_tokens >= params.min_tokens else None
-        if rule is not None and repeats(seq.token_ids, seq.num_prompt_tokens, rule):
+        rule = params.repetition_detection
+        if rule is not None and num_generated >= params.min_tokens and repeats(token_ids, seq.num_prompt_tokens, rule):
             return Accepted(place, "repetition")
     return Accepted(len(sampled.token_ids))
 

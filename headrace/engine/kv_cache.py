@@ -247,6 +247,7 @@ class KVCache:
             seq.fetching = False
         loads = [(slots[g][j - first], seq.block_tables[g][j]) for g, j in chosen]
         seq.loads = [(slot, block_id) for slot, block_id in loads if slot is not None]
+        seq.num_settled_tokens = 0
         self.tier.hold(slot for slot, _ in seq.loads)
 
     def advance(self, seq: Sequence) -> bool:
@@ -268,6 +269,15 @@ class KVCache:
                 table += self.pool.allocate(count)
         return True
 
+    def settled_tokens(self, seq: Sequence) -> int:
+        """Up to how many tokens known `advance` has nothing to do for the computing of the last one."""
+        size = self.block_size
+        settled = (
+            len(table) * size if window is None else min(len(table) * size, (first + 1) * size + window)
+            for window, table, first in zip(self.blocks.windows, seq.block_tables, seq.first_blocks, strict=True)
+        )
+        return min(settled, default=0)
+
     def room(self, seq: Sequence) -> int:
         """Tokens that the next step can compute of a sequence with the blocks it holds."""
         return min(len(table) for table in seq.block_tables) * self.block_size - seq.num_planned_tokens
@@ -286,7 +296,7 @@ class KVCache:
 
     def free(self, seq: Sequence) -> None:
         """Let go of all blocks, last first, so that the tail of a prefix is evicted before its head."""
-        for i in reversed(range(max(map(len, seq.block_tables)))):
+        for i in reversed(range(max(map(len, seq.block_tables), default=0))):
             self.pool.release([t[i] for t in seq.block_tables if i < len(t) and t[i] != NO_BLOCK])
         seq.block_tables = []
 

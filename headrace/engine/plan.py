@@ -1,13 +1,14 @@
 """What passes between policy and device: a Plan says what one step computes, a StepResult what came of it.
 
-Both are plain values, so a step can be printed, compared in a test, recorded, or sent to another rank. The
-runtime keeps a table of the sequences it has been told of: `new` adds rows, `steps` advances them, `dropped`
-removes them. A sequence that was preempted is dropped and later comes back as new.
+Both are plain values, so a step can be printed, compared in a test, recorded, or sent to another rank; structs, not
+dataclasses, as those take ten times as long to make. The runtime keeps a table of the sequences it has been told of:
+`new` adds rows, `steps` advances them, `dropped` removes them. A sequence that was preempted is dropped and later
+comes back as new.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
 
@@ -15,8 +16,7 @@ NO_BLOCK = -1
 """In place of a block that no step will read: it lies before the window of its group of layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True):
     """A sequence the runtime has not seen (or was told to drop).
 
     `token_ids` are all tokens known, of which the first `num_prompt_tokens` are the prompt; the rest were
@@ -30,8 +30,7 @@ class NewSequence:
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + num_tokens) of a sequence.
 
     `new_block_ids`, one tuple for each group of layers, are appended to the sequence's block tables before the step.
@@ -50,8 +49,7 @@ class SequenceStep:
     """(slot of the host tier, block of the sequence): what lies before `start` and is fetched, not computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step. Order: `dropped` is forgotten, `saves` (block, slot of the host tier) are done, `new` is added, then
     come the loads of `steps` and `block_copies` (source, target), and every entry of `steps` is computed in one flat
     batch. A slot may be saved and loaded in one plan."""
@@ -72,8 +70,7 @@ class Plan:
         return sum(s.num_tokens for s in self.steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """Tokens a sequence got from one step (one, until speculation exists), with log-probabilities if asked.
 
     `complete`: its grammar allows nothing after them. `dead_end` says why its grammar leaves no token at all; then
@@ -85,18 +82,18 @@ class Sampled:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     complete: bool = False
     dead_end: str | None = None
+    pooled: bytes | None = None
+    """In place of tokens, what was asked for of the sequence's rows (`SamplingParams.pooling`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(msgspec.Struct, frozen=True):
     """Log-probabilities of the prompt tokens behind a step's first `num_scored` rows, in order."""
 
     seq_id: int
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step computed, in `seconds`, and what moving blocks took besides.
 
     `lost` are sequences whose blocks could not be loaded: nothing was computed for them, and the runtime has dropped

@@ -28,6 +28,10 @@ class Ranking:
     def first(self, count: int) -> list[Sequence]:
         return self._sequences[:count]
 
+    def all(self) -> list[Sequence]:
+        """As they are now: the ranking may change while the list is walked."""
+        return self._sequences[:]
+
     def last(self) -> Sequence:
         return self._sequences[-1]
 

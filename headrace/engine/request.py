@@ -57,6 +57,11 @@ class Request:
         """Log-probabilities of prompt tokens are still to come, so the prompt must be computed, cached or not."""
         return self.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1
 
+    @property
+    def needs_every_row(self) -> bool:
+        """Whatever the prefix cache holds of the prompt is of no use: it has keys and values, not rows."""
+        return self.scores or (self.params.pooling is not None and self.params.pooling.every_row)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -72,11 +77,15 @@ class Sequence:
     index: int
     token_ids: list[int]
     num_prompt_tokens: int
+    num_tokens: int = field(init=False)
+    """Tokens known, and those being sampled by steps in flight, whose values are not."""
+    most_tokens: int = field(init=False)
+    """At so many the sequence ends; the last one is never computed."""
     state: SequenceState = SequenceState.WAITING
     num_planned_tokens: int = 0
     num_computed_tokens: int = 0
-    num_pending_tokens: int = 0
-    """Tokens being sampled by steps in flight: counted in `num_tokens`, their values not known here yet."""
+    num_settled_tokens: int = 0
+    """Up to so many tokens the next one needs no other blocks than those the runtime has been told of."""
     block_tables: list[list[int]] = field(default_factory=list)
     first_blocks: list[int] = field(default_factory=list)
     """Where in each block table the blocks held begin; later than 0 only where the group's layers have a window."""
@@ -97,13 +106,13 @@ class Sequence:
     num_preemptions: int = 0
     queue_s: float | None = None
 
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.token_ids)
+        self.most_tokens = self.num_prompt_tokens + self.request.max_new_tokens
+
     @property
     def rank(self) -> Rank:
         return (*self.request.rank, self.index)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -111,14 +120,12 @@ class Sequence:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be given to steps. The last token a sequence may generate is never computed."""
-        num_tokens = self.num_tokens
-        if num_tokens >= self.num_prompt_tokens + self.request.max_new_tokens:
-            return 0
-        return num_tokens - self.num_planned_tokens
+        """Tokens still to be given to steps."""
+        return 0 if self.num_tokens >= self.most_tokens else self.num_tokens - self.num_planned_tokens
 
     def forget_progress(self) -> None:
         """Back to nothing computed; the tokens generated so far stay."""
         self.num_kept_blocks = self.num_published_blocks
-        self.num_planned_tokens = self.num_computed_tokens = self.num_pending_tokens = 0
+        self.num_tokens = len(self.token_ids)
+        self.num_planned_tokens = self.num_computed_tokens = self.num_settled_tokens = 0
         self.num_published_blocks = 0

@@ -84,6 +84,7 @@ class Scheduler:
         self._next_step = 0
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
         self._last_step = (0, 0, 0)
+        self._no_blocks = ((),) * len(settings.windows)
         self._prefix_queries_total = 0
         self._prefix_hits_total = 0
         self._host_hits_total = 0
@@ -121,7 +122,8 @@ class Scheduler:
             message=message,
             rank=(message.priority, message.arrival_s, order) if by_priority else (0, 0.0, order),
             domain=self._domain(message, order),
-            max_new_tokens=min(message.params.max_tokens, settings.max_model_len - len(message.token_ids)),
+            # What is pooled has no next token, but ends as if after one.
+            max_new_tokens=max(1, min(message.params.max_tokens, settings.max_model_len - len(message.token_ids))),
             held=list(range(1, message.params.n)),
         )
         self._requests[message.request_id] = request
@@ -195,8 +197,9 @@ class Scheduler:
         while True:
             draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
             self._serve_decodes(draft)
-            draft.target_s = self._chunks.target_s(draft)
-            self._serve_prefills(draft)
+            if len(self._queue) > 0 or draft.num_decodes < len(self._running):
+                draft.target_s = self._chunks.target_s(draft)
+                self._serve_prefills(draft)
             if draft.steps or not draft.short_of_blocks:
                 break
             # Whoever runs waits for blocks that others hold: windows that moved on from blocks they shared.
@@ -210,15 +213,26 @@ class Scheduler:
         return plan
 
     def _serve_decodes(self, draft: Draft) -> None:
-        for seq in list(self._running):
-            if seq.state is not SequenceState.RUNNING or seq.remaining_tokens != 1:
+        steps, num_pairs = draft.steps, 0
+        for seq in self._running.all():
+            num_tokens = seq.num_tokens
+            if num_tokens - seq.num_planned_tokens != 1 or num_tokens >= seq.most_tokens:
+                continue
+            if num_tokens <= seq.num_settled_tokens:
+                # What `_give` would come to; nearly every step of an answer is this.
+                steps.append(SequenceStep(seq.seq_id, num_tokens - 1, 1, self._no_blocks, True))
+                seq.num_planned_tokens = num_tokens
+                seq.num_tokens = num_tokens + 1
+                num_pairs += num_tokens
                 continue
             while seq.state is SequenceState.RUNNING and not self.kv_cache.advance(seq):
                 self._preempt(self._running.last())
                 draft.preempted = True
             if seq.state is SequenceState.RUNNING:
                 self._give(draft, seq, 1)
-                draft.num_decodes += 1
+        given, draft.num_decodes = draft.load, len(steps)
+        draft.load = StepLoad(len(steps), given.pairs + num_pairs)
+        draft.room -= len(steps) - given.rows
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
@@ -305,7 +319,7 @@ class Scheduler:
 
     def _prefix(self, draft: Draft, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
-        if seq.request.scores:
+        if seq.request.needs_every_row:
             return self.kv_cache.nothing
         cached = self.kv_cache.cached_prefix(seq, self._most_loads(draft))
         for sibling in seq.request.sequences.values():
@@ -355,52 +369,59 @@ class Scheduler:
         draft.room -= num_tokens
         seq.num_announced_blocks = [len(table) for table in seq.block_tables]
         seq.num_planned_tokens += num_tokens
-        seq.num_pending_tokens += samples
+        seq.num_tokens += samples
+        seq.num_settled_tokens = self.kv_cache.settled_tokens(seq)
 
     # results
 
     def update(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
         """Take in what a step gave. Only `plan.steps` counts, so a plan that was executed in parts is updated in
         parts. Raises RuntimeError if the result lacks a token the plan asked for."""
-        lost = frozenset(result.lost)
-        self.step_time.observe(StepLoad.of(step for step in plan.steps if step.seq_id not in lost), result.seconds)
-        moves, (num_saved, num_loaded) = self.kv_cache.moves, self._moved_total
-        moves.saved(len(plan.saves), result.saved_s)
-        moves.loaded(len(plan.loads), result.loaded_s)
-        self._moved_total = (num_saved + len(plan.saves), num_loaded + len(plan.loads))
-        num_decodes = sum(step.num_tokens == 1 and step.samples for step in plan.steps)
-        self._last_step = (plan.step, plan.num_tokens - num_decodes, num_decodes)
+        lost, size = result.lost, self.settings.block_size
         sampled = {entry.seq_id: entry for entry in result.sampled}
         scored = {entry.seq_id: entry.logprobs for entry in result.scored}
+        load = StepLoad.of([step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps)
+        num_decodes = num_loaded = 0
         outputs = []
         for step in plan.steps:
-            seq = self._by_id.get(step.seq_id)
+            seq_id, count, computed = step.seq_id, step.num_tokens, step.start + step.num_tokens
+            num_decodes += count == 1 and step.samples
+            num_loaded += len(step.loads)
+            seq = self._by_id.get(seq_id)
             if seq is None:
                 continue
-            if step.seq_id in lost:
+            if seq_id in lost:
                 self.kv_cache.lose(step.loads)
                 self._preempt(seq)
                 continue
-            seq.num_computed_tokens = step.start + step.num_tokens
-            self.kv_cache.publish(seq)
+            seq.num_computed_tokens = computed
+            if computed // size > seq.num_published_blocks:
+                self.kv_cache.publish(seq)
             prompt_logprobs = unreported(seq.request, step, scored) if step.num_scored else None
-            if seq.num_computed_tokens >= seq.num_prompt_tokens:
+            if seq.request.held and computed >= seq.num_prompt_tokens:
                 self._release_forks(seq.request)
             if step.samples:
-                if step.seq_id not in sampled:
-                    raise RuntimeError(f"step {plan.step} gave no token for sequence {step.seq_id}, which samples")
-                outputs.append(self._accept(seq, sampled[step.seq_id], prompt_logprobs))
+                entry = sampled.get(seq_id)
+                if entry is None:
+                    raise RuntimeError(f"step {plan.step} gave no token for sequence {seq_id}, which samples")
+                outputs.append(self._accept(seq, entry, prompt_logprobs))
             elif prompt_logprobs:
                 name = seq.request.message.request_id
                 outputs.append(
                     SequenceOutput(request_id=name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs)
                 )
+        self.step_time.observe(load, result.seconds)
+        self._last_step = (plan.step, load.rows - num_decodes, num_decodes)
+        if plan.saves or num_loaded:
+            moves, (all_saved, all_loaded) = self.kv_cache.moves, self._moved_total
+            moves.saved(len(plan.saves), result.saved_s)
+            moves.loaded(num_loaded, result.loaded_s)
+            self._moved_total = (all_saved + len(plan.saves), all_loaded + num_loaded)
         return outputs
 
     def _accept(self, seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
         request = seq.request
-        first = seq.num_generated_tokens == 0
-        seq.num_pending_tokens -= 1
+        first = len(seq.token_ids) == seq.num_prompt_tokens
         accepted = accept_tokens(seq, sampled)
         if accepted.finish_reason is not None:
             self._end(seq)
@@ -410,6 +431,7 @@ class Scheduler:
             token_ids=list(sampled.token_ids[: accepted.num_tokens]),
             logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
             prompt_logprobs=prompt_logprobs,
+            pooled=sampled.pooled,
             finish_reason=accepted.finish_reason,
             stop_token_id=accepted.stop_token_id,
             error=sampled.dead_end,

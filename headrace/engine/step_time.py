@@ -18,6 +18,8 @@ from typing import NamedTuple
 from headrace.engine.plan import SequenceStep
 
 TILE_ROWS = 32
+MOST_UNREAD = 64
+"""Steps noted and not learnt from."""
 _NEWEST_SHARE = 0.25
 _STALE_STEPS = 200.0
 _PREFERENCE = (1e-3, 1e-6, 1e-3)
@@ -39,8 +41,9 @@ class StepLoad(NamedTuple):
     def of(steps: Iterable[SequenceStep]) -> StepLoad:
         rows = pairs = 0
         for step in steps:
-            rows += step.num_tokens
-            pairs += step.num_tokens * step.start + step.num_tokens * (step.num_tokens + 1) // 2
+            count = step.num_tokens
+            rows += count
+            pairs += count * step.start + count * (count + 1) // 2
         return StepLoad(rows, pairs)
 
     @property
@@ -58,7 +61,7 @@ class _Cell:
 
 
 class StepTimeModel:
-    """Online estimate of step time. `observe` costs a microsecond; the fit is made when a prediction is wanted."""
+    """Online estimate of step time. Steps are noted, and learnt from when a prediction is wanted."""
 
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int], _Cell] = {}
@@ -66,12 +69,22 @@ class StepTimeModel:
         self._most_rows = 0
         self._most_pairs = 0
         self._fit: tuple[float, float, float] | None = None
+        self._unread: list[tuple[StepLoad, float]] = []
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a finished step. One that took more than twice its cell's mean counts as twice: a hiccup moves
+        """Take note of a finished step. One that took more than twice its cell's mean counts as twice: a hiccup moves
         the estimate by a quarter, a lasting change is followed within about ten steps."""
-        if load.rows == 0 or seconds <= 0:
-            return
+        self._unread.append((load, seconds))
+        if len(self._unread) >= MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        for load, seconds in self._unread:
+            if load.rows > 0 and seconds > 0:
+                self._learn(load, seconds)
+        self._unread.clear()
+
+    def _learn(self, load: StepLoad, seconds: float) -> None:
         self._num_steps += 1
         self._most_rows = max(self._most_rows, load.padded_rows)
         self._most_pairs = max(self._most_pairs, load.pairs)
@@ -91,6 +104,7 @@ class StepTimeModel:
     @property
     def coefficients(self) -> tuple[float, float, float] | None:
         """(a, b, c) in seconds, seconds per row and seconds per pair; None before the first step."""
+        self._read()
         if self._fit is None and self._cells:
             self._fit = self._fitted()
         return self._fit
@@ -108,6 +122,7 @@ class StepTimeModel:
     def fits(self, load: StepLoad, target_s: float, untried: bool = False) -> bool:
         """Is a step of this load expected to stay within the target? Without `untried`, a load far beyond what was
         seen is not: more than twice the rows or four times the pairs (twice the chunk) of any step so far."""
+        self._read()
         if not untried and (load.padded_rows > 2 * self._most_rows or load.pairs > 4 * self._most_pairs):
             return False
         predicted = self.predict_s(load)

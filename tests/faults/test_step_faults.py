@@ -6,11 +6,11 @@ has `at` tokens on, `fault` makes one part of the step fail whenever it takes pa
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -153,8 +153,8 @@ def cache_rots(patch: pytest.MonkeyPatch, moment: Moment) -> None:
 def new_steps(**changes: object) -> Callable[[Plan, int], Plan]:
     def change(plan: Plan, place: int) -> Plan:
         steps = list(plan.steps)
-        steps[place] = dataclasses.replace(steps[place], **changes)
-        return dataclasses.replace(plan, steps=tuple(steps))
+        steps[place] = msgspec.structs.replace(steps[place], **changes)
+        return msgspec.structs.replace(plan, steps=tuple(steps))
 
     return change
 

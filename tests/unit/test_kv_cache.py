@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace.config.kv_blocks import KVBlocks
 from headrace.engine.block_hash import domain_digest
 from headrace.engine.kv_cache import KVCache, Prefix
@@ -115,16 +117,21 @@ def test_a_fork_copies_nothing_when_only_the_recomputed_token_is_in_the_last_blo
     assert cache.forked_prefix(source) == Prefix(8, (tuple(source.block_tables[0][:2]),))
 
 
+def grow(seq: Sequence, *tokens: int) -> None:
+    seq.token_ids += tokens
+    seq.num_tokens = len(seq.token_ids)
+
+
 def test_growth_takes_a_block_only_at_a_block_border() -> None:
     cache = cache_of(2)
     seq = served(cache, [0, 1, 2])
-    seq.token_ids.append(3)
+    grow(seq, 3)
     assert cache.advance(seq)
     assert len(seq.block_tables[0]) == 1
-    seq.token_ids.append(4)
+    grow(seq, 4)
     assert cache.advance(seq)
     assert len(seq.block_tables[0]) == 2
-    seq.token_ids += [5, 6, 7, 8]
+    grow(seq, 5, 6, 7, 8)
     assert not cache.advance(seq)
     assert len(seq.block_tables[0]) == 2
 
@@ -132,9 +139,22 @@ def test_growth_takes_a_block_only_at_a_block_border() -> None:
 def follow(cache: KVCache, seq: Sequence, *tokens: int) -> None:
     """Decode, as the scheduler does: make room, then compute the newest token."""
     for token in tokens:
-        seq.token_ids.append(token)
+        grow(seq, token)
         assert cache.advance(seq)
         compute(cache, seq, len(seq.token_ids))
+
+
+@pytest.mark.parametrize("windows", [(None,), (1,), (4,), (6,), (None, 5, 17), (2, 9)])
+def test_up_to_the_settled_tokens_a_decoding_sequence_keeps_the_blocks_it_has(windows: tuple[int | None, ...]) -> None:
+    cache = cache_of(60, *windows)
+    seq = served(cache, list(range(3)))
+    kept = 0
+    for token in range(3, 60):
+        before, settled = [list(table) for table in seq.block_tables], cache.settled_tokens(seq)
+        follow(cache, seq, token)
+        kept += seq.num_tokens <= settled
+        assert (seq.block_tables == before) or seq.num_tokens > settled
+    assert kept >= 57 // 4, "it must not be asked again for every token"
 
 
 def test_blocks_before_the_window_are_given_up_and_entries_stay_in_place() -> None:
