@@ -1,0 +1,198 @@
+"""`python -m headrace.bench.step`: what a decode step costs besides the model's forward.
+
+    ... forward ] sample, take tokens in, send them, look for messages, schedule, build the batch [ forward ...
+
+The core's own loop runs here, in this process, with the messages it would get from a server. Time is the thread's CPU
+time from the end of one forward to the start of the next, so what the forward has thrown out of the caches is paid for;
+other calls of the library are counted by themselves. A figure is the median of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from headrace.bench.kernels import TABLE_WIDTH
+from headrace.config.resolve import resolve_model
+from headrace.config.settings import EngineSettings
+from headrace.core import CoreLoop, EngineCore
+from headrace.kernels.native import library
+from headrace.protocol import ipc
+
+SAMPLING = {
+    "greedy": ipc.SamplingParams(max_tokens=1, temperature=0.0),
+    "top_p": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9),
+    "penalties": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, repetition_penalty=1.1),
+}
+FORWARD = "hr_run"
+PROMPT_TOKENS = 4
+UNSTEADY_STEPS = 4
+"""At the start, left out: the prompt, and arrays that grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    sampling: str
+    rows: int
+    python_us: float
+    library_us: float
+    """In calls besides the forward."""
+    forward_us: float
+
+
+class Clock:
+    """Stands between Python and the library and notes the thread's CPU time around each call, from its making on."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[float, float]] = []
+        """Start and end."""
+        self.others: list[float] = []
+        """Seconds of other calls between a forward and the next."""
+        loaded, clock = library.load(), time.thread_time
+
+        def forward(call: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(call)
+            def timed(*arguments: Any) -> None:
+                start = clock()
+                call(*arguments)
+                self.forwards.append((start, clock()))
+                self.others.append(0.0)
+
+            return timed
+
+        def other(call: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(call)
+            def timed(*arguments: Any) -> Any:
+                start = clock()
+                result = call(*arguments)
+                self.others[-1] += clock() - start
+                return result
+
+            return timed
+
+        setattr(loaded, FORWARD, forward(getattr(loaded, FORWARD)))
+        loaded.hr_sample = other(loaded.hr_sample)
+
+    def clear(self) -> None:
+        self.forwards.clear()
+        self.others.clear()
+
+
+class _Core(EngineCore):
+    """Tells when it has nothing left to do."""
+
+    when_done: Callable[[], None]
+
+    def step(self) -> ipc.StepOutput | None:
+        output = super().step()
+        if not self.has_work:
+            self.when_done()
+        return output
+
+
+def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int, directory: str) -> Figure:
+    """Of `rows` requests that decode together for so many steps."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    pipe, end = os.pipe()
+    try:
+        address = f"ipc://{directory}/{sampling}-{rows}"
+        for socket in (server, client):
+            socket.setsockopt(zmq.LINGER, 0)
+        server.bind(address)
+        client.connect(address)
+        for index in range(rows):
+            params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=steps + UNSTEADY_STEPS + 1, seed=index)
+            token_ids = [1 + index, *range(2, PROMPT_TOKENS + 1)]
+            server.send(
+                ipc.encode(
+                    ipc.AddRequest(request_id=f"request-{index}", token_ids=token_ids, params=params, arrival_s=0.0)
+                )
+            )
+        core.when_done = lambda: server.send(ipc.encode(ipc.Stop()))
+        client.poll()
+        clock.clear()
+        CoreLoop(client, pipe).run(core)
+    finally:
+        for socket in (server, client):
+            socket.close()
+        context.term()
+        os.close(pipe)
+        os.close(end)
+    steady = range(len(clock.forwards) - steps, len(clock.forwards) - 1)
+    gaps = [clock.forwards[i + 1][0] - clock.forwards[i][1] - clock.others[i] for i in steady]
+    return Figure(
+        sampling,
+        rows,
+        python_us=1e6 * median(gaps),
+        library_us=1e6 * median(clock.others[i] for i in steady),
+        forward_us=1e6 * median(end - start for start, end in (clock.forwards[i] for i in steady)),
+    )
+
+
+def table(figures: Sequence[Figure]) -> Table:
+    shown = Table("sampling", "rows", "Python us", "library us", "forward us", "Python's share")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for f in figures:
+        share = f.python_us / (f.python_us + f.library_us + f.forward_us)
+        times = (f"{us:.0f}" for us in (f.python_us, f.library_us, f.forward_us))
+        shown.add_row(f.sampling, str(f.rows), *times, f"{share:.2%}")
+    return shown
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace.bench.step", description="A decode step besides its forward.")
+    parser.add_argument("--model", help="a path (the bundled model)")
+    parser.add_argument("--sampling", default="greedy,top_p", help=f"of {', '.join(SAMPLING)} (%(default)s)")
+    parser.add_argument("--rows", default="1,32", help="with commas (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="measured for each figure (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    kinds = args.sampling.split(",")
+    unknown = [kind for kind in kinds if kind not in SAMPLING]
+    if unknown:
+        parser().error(f"--sampling {unknown[0]}: there are {', '.join(SAMPLING)}")
+    if args.steps < 2:
+        parser().error(f"--steps {args.steps}: two at least")
+    try:
+        rows = [int(text) for text in args.rows.split(",")]
+    except ValueError as error:
+        parser().error(f"--rows {args.rows}: {error}")
+    clock = Clock()
+    # One thread: what workers spend would not be this thread's time.
+    settings = EngineSettings(
+        model=str(resolve_model(args.model)), kernels="native", threads=1, max_num_seqs=max(rows),
+        max_model_len=PROMPT_TOKENS + args.steps + UNSTEADY_STEPS + 1, kv_cache_memory_bytes=1 << 28,
+    )  # fmt: skip
+    core = _Core(settings)
+    with tempfile.TemporaryDirectory() as directory:
+        figures = [measure(core, clock, kind, count, args.steps, directory) for kind in kinds for count in rows]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
+    console.print(table(figures))
+    if args.json:
+        args.json.write_text(json.dumps({"steps": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
