@@ -15,6 +15,7 @@ Headrace serves open language models on your own machine.
 
   headrace up               serve the bundled model with the gateway before it, and show how to use them
   headrace serve [MODEL]    serve a model directory, a .gguf file or a hub id, with vLLM's flags
+  headrace run-batch IN OUT answer a file of requests, a line each, without a server; goes on after a kill
   headrace gateway          one address and one key for many models; `headrace gateway check` tests its configuration
   headrace key              make, list, revoke and rotate the gateway's keys, and see what they used
   headrace connect TOOL     settings for codex, claude-code, cline, continue, openai or curl
@@ -77,6 +78,12 @@ def _up(words: Sequence[str]) -> int:
     return up_command(words)
 
 
+def _run_batch(words: Sequence[str]) -> int:
+    from headrace.cli.run_batch import run_batch_command
+
+    return run_batch_command(words)
+
+
 def _gateway(words: Sequence[str]) -> int:
     from headrace.cli.gateway import gateway_command
 
@@ -103,6 +110,7 @@ def _version(words: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,
     "serve": _serve,
+    "run-batch": _run_batch,
     "gateway": _gateway,
     "key": _key,
     "connect": _connect,

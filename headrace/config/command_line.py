@@ -72,6 +72,24 @@ def parse_command_line(words: Sequence[str]) -> Given:
     return given
 
 
+def parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that belong to no flag, for commands that take several; and the flags with theirs."""
+    plain: list[str] = []
+    flags: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            plain.append(word)
+            continue
+        flags.append(word)
+        written, inline = _split(word)
+        flag, _, _ = _find(written)
+        if flag is not None and inline is None:
+            flags += _take_values(flag, rest)
+    return plain, flags
+
+
 def parse_table(table: Mapping[str, object], model: str | None = None) -> Given:
     """Flags as a table, `{"max_model_len": 4096}`, as the in-process class takes them."""
     given = Given(positional=model)

@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+BACKGROUND_PRIORITY = 1 << 32
+"""Added to the priority of work that nobody waits for: behind any that a request can name (31 bits and a sign)."""
+
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 

@@ -113,6 +113,19 @@ class App:
             refusal = self._keys.refusal(exchange.headers, path)
             if refusal is not None:
                 raise refusal
+            return await self.dispatch(exchange, path)
+        except ApiError as error:
+            await exchange.answer_error(error)
+        except ClientGone:
+            raise
+        except Exception:
+            await _answer_fault(exchange)
+        return label
+
+    async def dispatch(self, exchange: Exchange, path: str) -> str:
+        """Answers an exchange that is let in, by the route of its canonical path. Returns the route's path."""
+        label = "none"
+        try:
             route = routes.find(exchange.method, path)
             label = route.path
             if route.admin:

@@ -83,7 +83,7 @@ async def begin_chat(
     max_tokens, max_tokens_field = openai_chat.asked_max_tokens(fields, sampling.max_tokens)
     logprobs = openai_chat.asked_logprobs(fields, limits.max_logprobs)
     bad_words = await serving.bad_words(sampling)
-    priority = serving.priority(sampling)
+    priority = serving.priority(exchange, sampling)
     format = serving.chat_format(fields.chat_template)
     tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     prompt = await prompt_of(

@@ -30,7 +30,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     only_scores = openai_completions.only_scores(fields, sampling.max_tokens, sampling.prompt_logprobs)
     bad_words = await serving.bad_words(sampling)
     grammar = await serving.grammar(exchange, sampling)
-    priority = serving.priority(sampling)
+    priority = serving.priority(exchange, sampling)
     prompts = openai_completions.prompts(fields)
 
     head = serving.head("cmpl")

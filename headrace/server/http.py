@@ -69,6 +69,8 @@ class Exchange:
         """A streamed answer has begun and not ended."""
         self.dialect: Dialect = "chat"
         """Whose errors the client reads."""
+        self.is_background = False
+        """A line of a batch: nobody waits for it, and whatever is to be said of it is in its answer."""
         self._write_began: float | None = None
         self._wrote_at = 0.0
         self._body: bytes | None = None

@@ -36,12 +36,13 @@ async def read_request(serving: Serving, exchange: Exchange, dialect: type[T]) -
     unknown = unknown_fields(others)
     if unknown:
         exchange.warn_ignored(unknown)
-        logger.warning(
-            "Request %s to %s has unknown fields, which have no effect: %s",
-            exchange.request_id,
-            exchange.path,
-            exchange.answer_headers["x-headrace-ignored"],
-        )
+        if not exchange.is_background:
+            logger.warning(
+                "Request %s to %s has unknown fields, which have no effect: %s",
+                exchange.request_id,
+                exchange.path,
+                exchange.answer_headers["x-headrace-ignored"],
+            )
     return fields, sampling
 
 

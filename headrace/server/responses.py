@@ -34,6 +34,8 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
     serving.ready_info()
     body = await read_body(serving, exchange)
     store, background, previous = (_own(body, name) for name in ("store", "background", "previous_response_id"))
+    if store is None and exchange.is_background:
+        store = False  # a batch's answers are in its file, and would put out those that clients go on from
     items = _history(serving, previous) + input_items(body.get("input"))
     if background and (store is False or body.get("stream")):
         needs = "it is stored" if store is False else "nobody waits for a stream"

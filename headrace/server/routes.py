@@ -179,5 +179,15 @@ def find(method: str, path: str) -> Route:
     return route
 
 
+def batch_endpoints() -> list[str]:
+    """What a batch's lines may ask: whatever takes a JSON object and answers with one."""
+    closed = ("/ping", "/invocations", "/v1/files", "/v1/batches")
+    paths = (route.path for route in ROUTES if route.method == "POST" and not route.admin and "{" not in route.path)
+    return [path for path in paths if path not in closed]
+
+
+BATCH_PATHS = frozenset(canonical(path) for path in batch_endpoints())
+
+
 def known_paths() -> list[str]:
     return list(dict.fromkeys(route.path for route in ROUTES if len(route.path) > 1))

@@ -22,7 +22,7 @@ from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import ControlAction, EngineInfo, GrammarSpec, StepStats
+from headrace.protocol.ipc import BACKGROUND_PRIORITY, ControlAction, EngineInfo, GrammarSpec, StepStats
 from headrace.protocol.sampling import ModelLimits, SamplingFields
 from headrace.protocol.structured_output import JSONStyle, asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
@@ -152,13 +152,13 @@ class Serving:
         tokenizer, longest = self.tokenizer, self.ready_info().max_model_len
         return ModelLimits(longest, tokenizer.usable_vocab_size, tokenizer.eos_token_ids, self.settings.max_logprobs)
 
-    def priority(self, fields: SamplingFields) -> int:
-        """Raises ApiError (400) when the scheduler does not look at priorities."""
+    def priority(self, exchange: Exchange, fields: SamplingFields) -> int:
+        """Raises ApiError (400) when the scheduler does not look at a request's own priorities."""
         if fields.priority and self.engine_settings.scheduling_policy != "priority":
             raise errors.invalid_value(
                 "priority", "`priority` has an effect only when the server runs with --scheduling-policy priority."
             )
-        return fields.priority or 0
+        return (fields.priority or 0) + (BACKGROUND_PRIORITY if exchange.is_background else 0)
 
     def head(self, prefix: str) -> AnswerHead:
         """The head of a new answer, its id unique in this process's life and beyond."""

@@ -68,7 +68,9 @@ async def read_asked(serving: Serving, exchange: Exchange, body: Mapping[str, An
     asked = await serving.aside(num_chars, lambda: _asked(body, dialect, thinks=serving.thinks))
     if asked.dropped:
         exchange.warn_ignored(asked.dropped)
-        logger.info("Request %s to %s: no effect of %s", exchange.request_id, exchange.path, ", ".join(asked.dropped))
+        if not exchange.is_background:
+            names = ", ".join(asked.dropped)
+            logger.info("Request %s to %s: no effect of %s", exchange.request_id, exchange.path, names)
     return asked
 
 
