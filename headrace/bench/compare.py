@@ -25,8 +25,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace.bench.contestants import Contestant, Running, contestants, running
+from headrace.bench.contestants import Contestant, contestants, running
 from headrace.bench.load import Target
+from headrace.bench.servers import BenchError, Server
 from headrace.bench.workloads import HEADLINE, REQUESTS, WORKLOADS, Figures, run_workload
 
 
@@ -58,13 +59,13 @@ def measure(
         console.print(f"{contestant.name:<16} {load} round {number + 1}: {shown}", highlight=False)
 
     with contextlib.ExitStack() as stack:
-        up: list[tuple[Contestant, Running]] = []
+        up: list[tuple[Contestant, Server]] = []
         for contestant in chosen:
             if not contestant.is_server:
                 continue
             try:
                 server = stack.enter_context(running(contestant))
-            except RuntimeError as error:
+            except BenchError as error:
                 console.print(str(error), style="red", highlight=False, markup=False)
                 continue
             note(contestant, "start", 0, {"start s": server.start_s, "idle PSS MiB": server.pss_bytes() / (1 << 20)})

@@ -10,28 +10,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import resource
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-from headrace.bench.ports import free_port
-from headrace.bench.serve import START_TIMEOUT_S, STOP_TIMEOUT_S
+from headrace.bench.servers import Server, free_port, started
 from headrace.config.resolve import resolve_model
 
 KV_CACHE_BYTES = 232 << 20
 """Of Headrace: 10,500 tokens of the model of the comparison, enough for each of the loads."""
-MEMORY_LIMIT_BYTES = 16 << 30
-"""Of a server's data: what runs away ends itself before it ends the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +36,6 @@ class Contestant:
     """Prints the decode rate without a server, as JSON: llama-bench."""
     is_server: bool = True
     """Else `command` is run once for a {load} and {seed}, and prints its figures as JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    url: str
-    process: psutil.Process
-    start_s: float
-    """From the command to the first 200 of /health."""
-
-    def pss_bytes(self) -> int:
-        """Of the server's processes together, shared memory counted once."""
-        total = 0
-        with contextlib.suppress(psutil.Error):
-            for process in (self.process, *self.process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    total += process.memory_full_info().pss
-        return total
 
 
 def contestants(models: Path, threads: int, vllm: str | None, llama: str | None) -> tuple[list[Contestant], list[str]]:
@@ -131,42 +103,9 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
 
 
 @contextlib.contextmanager
-def running(contestant: Contestant) -> Iterator[Running]:
-    """The server, ready. Raises RuntimeError with the end of its output if it does not start."""
+def running(contestant: Contestant) -> Iterator[Server]:
+    """The server, ready. Raises BenchError with the end of its output if it does not start."""
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in contestant.command]
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
-        started_s = time.perf_counter()
-        process = psutil.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            env={**os.environ, **contestant.environment},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)),
-        )  # fmt: skip
-        try:
-            while not _healthy(url):
-                if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
-                    log.seek(0)
-                    raise RuntimeError(f"{contestant.name} did not start: {' '.join(command)}\n{log.read()[-3000:]}")
-                time.sleep(0.02)
-            yield Running(url, process, time.perf_counter() - started_s)
-        finally:
-            _stop(process)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _stop(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family: Sequence[psutil.Process] = [process, *process.children(recursive=True)]
-        process.terminate()
-        _, alive = psutil.wait_procs(family, STOP_TIMEOUT_S)
-        for survivor in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                survivor.kill()
+    with started(command, port, environment=contestant.environment) as server:
+        yield server

@@ -24,9 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +32,9 @@ import psutil
 import uvloop
 
 from headrace.bench.gateway_load import Head, Round, run_round
-from headrace.bench.ports import free_port
+from headrace.bench.servers import BenchError, Server, free_port, started
 
-START_TIMEOUT_S = 180.0
 CONCURRENCY = 16
-
-
-class BenchError(Exception):
-    """The measurement cannot be made; the message says why."""
 
 
 @dataclass
@@ -52,7 +44,8 @@ class Contestant:
     name: str
     port: int
     head: Head
-    process: psutil.Process | None
+    server: Server | None
+    """None for a direct call."""
     alone: list[Round] = field(default_factory=list)
     together: list[Round] = field(default_factory=list)
     streams: list[Round] = field(default_factory=list)
@@ -73,42 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], port: int, core: int | None) -> Iterator[psutil.Process]:
-    """A process that listens on `port`. Raises BenchError with its output when it does not begin to."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = psutil.Popen(list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            if core is not None:
-                process.cpu_affinity([core])
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not answers(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise BenchError(f"{shlex.join(command)} does not answer:\n{log.read()[-3000:]}")
-                time.sleep(0.1)
-            yield process
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-                for child in process.children(recursive=True):
-                    child.terminate()
-                process.terminate()
-                process.wait(10)
-            if process.is_running():
-                process.kill()
-
-
-def answers(port: int) -> bool:
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tuple[psutil.Process, str]]:
+def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tuple[Server, str]]:
     """Our gateway, and a key with limits and a budget that are never reached."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "gateway.json"
@@ -132,8 +90,8 @@ def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tupl
         if made.returncode or not words:
             raise BenchError(f"No key could be made:\n{made.stdout}{made.stderr}")
         command = [sys.executable, "-m", "headrace", "gateway", "--config", str(config), "--port", str(port), *data]
-        with started(command, port, core) as process:
-            yield process, words[0]
+        with started(command, port, core=core, any_answer=True) as server:
+            yield server, words[0]
 
 
 def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> None:
@@ -145,27 +103,26 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
                 (False, arguments.requests, CONCURRENCY),
                 (True, arguments.streams, CONCURRENCY),
             ):
-                before = cpu_s(contestant.process)
+                before = cpu_s(contestant.server)
                 result = uvloop.run(run_round(contestant.port, contestant.head, streamed, requests, concurrency))
-                result.cpu_s = cpu_s(contestant.process) - before
+                result.cpu_s = cpu_s(contestant.server) - before
                 results.append(result)
             if number:  # the first round warms up
                 contestant.alone.append(results[0])
                 contestant.together.append(results[1])
                 contestant.streams.append(results[2])
-            contestant.rss_bytes = sum(one.memory_info().rss for one in family(contestant.process))
+            contestant.rss_bytes = sum(one.memory_info().rss for one in processes(contestant.server))
         print(f"\rround {number} of {arguments.rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
-def family(process: psutil.Process | None) -> Sequence[psutil.Process]:
-    """A process and its children."""
-    return () if process is None else (process, *process.children(recursive=True))
+def processes(server: Server | None) -> list[psutil.Process]:
+    return [] if server is None else server.processes()
 
 
-def cpu_s(process: psutil.Process | None) -> float:
-    """CPU seconds so far of a process and its children; 0 for none."""
-    times = [one.cpu_times() for one in family(process)]
+def cpu_s(server: Server | None) -> float:
+    """CPU seconds so far of all its processes; 0 for none."""
+    times = [one.cpu_times() for one in processes(server)]
     return float(sum(each.user + each.system for each in times))
 
 
@@ -227,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             upstream_port, floor_port, our_port = free_port(), free_port(), free_port()
             url = f"http://127.0.0.1:{upstream_port}"
             command = [python, "-m", "headrace.bench.gateway_upstream", str(upstream_port)]
-            stack.enter_context(started(command, upstream_port, cores[0]))
+            stack.enter_context(started(command, upstream_port, core=cores[0], any_answer=True))
             command = [python, "-m", "headrace.bench.gateway_floor", url, str(floor_port)]
-            floor = stack.enter_context(started(command, floor_port, gateway_core))
+            floor = stack.enter_context(started(command, floor_port, core=gateway_core, any_answer=True))
             ours, key = stack.enter_context(our_gateway(url, our_port, gateway_core))
             direct = Contestant("direct", upstream_port, Head({}), None)
             contestants = [
@@ -242,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name, _, text = peer.partition("=")
                 port = free_port()
                 words = [word.format(port=port, upstream=url) for word in shlex.split(text)]
-                process = stack.enter_context(started(words, port, gateway_core))
+                process = stack.enter_context(started(words, port, core=gateway_core, any_answer=True))
                 contestants.append(
                     Contestant(name, port, Head({k: v.format(upstream=url) for k, v in headers.items()}), process)
                 )

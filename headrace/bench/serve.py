@@ -10,25 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import aiohttp
 
 from headrace.bench.load import Target, random_requests, run_load
-from headrace.bench.ports import free_port
 from headrace.bench.report import summarise
-
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 20.0
-
-
-class BenchError(Exception):
-    """The measurement cannot be made; the message says why."""
+from headrace.bench.servers import BenchError, free_port, started
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,38 +35,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-warmups", type=int, default=2, help="requests sent first and not counted (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (%(default)s)")
     return parser
-
-
-@contextmanager
-def started_server(flags: Sequence[str]) -> Iterator[str]:
-    """`headrace serve` on a free port, ready; yields its root URL. Raises BenchError with its output if it ends."""
-    port = free_port()
-    command = [sys.executable, "-m", "headrace", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not asyncio.run(healthy(url)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise BenchError(f"the server did not start: {' '.join(command)}\n{log.read()[-4000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-async def healthy(url: str) -> bool:
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, OSError):
-        return False
 
 
 async def first_model(url: str, headers: dict[str, str]) -> str:
@@ -125,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("flags after -- are for the server that --start-server starts")
     try:
         if args.start_server:
-            with started_server(server_flags) as url:
-                print(asyncio.run(measure(url, args)))
+            port = free_port()
+            command = [sys.executable, "-m", "headrace", "serve", "--host", "127.0.0.1", "--port", str(port)]
+            with started([*command, *server_flags], port) as server:
+                print(asyncio.run(measure(server.url, args)))
         else:
             print(asyncio.run(measure(args.base_url.rstrip("/").removesuffix("/v1"), args)))
     except BenchError as problem:
