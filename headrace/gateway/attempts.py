@@ -152,7 +152,7 @@ class Attempts:
         upstream = attempt.upstream
         if len(upstream.replicas) < 2:
             return (0,)
-        return self.state.balancer.order(upstream.name, len(upstream.replicas), self.request.affinity())
+        return self.state.balancer.order(upstream.name, len(upstream.replicas), self.request.affinity(self.plan))
 
     async def _pause(self, num_tries: int, failure: UpstreamFailure | None) -> None:
         backoff_s = min(BACKOFF_S * 2 ** (num_tries - 1), MAX_BACKOFF_S) * random.uniform(0.8, 1.2)

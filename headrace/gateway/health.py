@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from headrace.gateway import headers
 from headrace.gateway.snapshot import Snapshot, Upstream
@@ -24,39 +25,50 @@ logger = logging.getLogger("headrace.gateway")
 
 
 async def check_health(state: GatewayState, *, interval_s: float = INTERVAL_S) -> None:
-    """Runs until cancelled: keeps one task for each replica of the configuration in force."""
-    tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+    """Runs until cancelled."""
+
+    async def follow(upstream: Upstream, replica: int) -> None:
+        failures = 0
+        while True:
+            works = await _works(state, upstream, replica)
+            failures = 0 if works else failures + 1
+            load = state.balancer.load(upstream.name, replica)
+            healthy = failures < FAILURES
+            if healthy != load.healthy:
+                _say(logger.info if healthy else logger.warning, upstream, replica, healthy)
+                load.healthy = healthy
+            await asyncio.sleep(interval_s)
+
+    await for_each_replica(
+        state, lambda upstream: len(upstream.base_urls) > 1 or upstream.health_path is not None, follow
+    )
+
+
+async def for_each_replica(
+    state: GatewayState,
+    is_wanted: Callable[[Upstream], bool],
+    follow: Callable[[Upstream, int], Coroutine[Any, Any, None]],
+) -> None:
+    """Keeps one task for each replica of the wanted upstreams of the configuration in force; until cancelled."""
+    tasks: list[asyncio.Task[None]] = []
     snapshot: Snapshot | None = None
     try:
         while True:
             if state.snapshot is not snapshot:
                 snapshot = state.snapshot
-                for task in tasks.values():
+                for task in tasks:
                     task.cancel()
-                tasks = {
-                    (upstream.name, replica): asyncio.create_task(_follow(state, upstream, replica, interval_s))
+                tasks = [
+                    asyncio.create_task(follow(upstream, replica))
                     for upstream in snapshot.upstreams.values()
-                    if len(upstream.base_urls) > 1 or upstream.health_path is not None
+                    if is_wanted(upstream)
                     for replica in range(len(upstream.base_urls))
-                }
-            await asyncio.sleep(min(interval_s, 1.0))
+                ]
+            await asyncio.sleep(1.0)
     finally:
-        for task in tasks.values():
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-async def _follow(state: GatewayState, upstream: Upstream, replica: int, interval_s: float) -> None:
-    failures = 0
-    while True:
-        works = await _works(state, upstream, replica)
-        failures = 0 if works else failures + 1
-        load = state.balancer.load(upstream.name, replica)
-        healthy = failures < FAILURES
-        if healthy != load.healthy:
-            _say(logger.info if healthy else logger.warning, upstream, replica, healthy)
-            load.healthy = healthy
-        await asyncio.sleep(interval_s)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _say(log: Callable[..., None], upstream: Upstream, replica: int, healthy: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway import headers, stream
-from headrace.gateway.balance import affinity_of
+from headrace.gateway.balance import MAX_PROMPT_BYTES, Affinity, affinity_of
 from headrace.gateway.body import Fields, form_field
 from headrace.gateway.estimate import estimate_tokens
 from headrace.gateway.exchange import Exchange
@@ -53,20 +53,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sent_headers: headers.RawHeaders
     request_id: bytes
 
-    def affinity(self) -> bytes | None:
+    def affinity(self, plan: Plan | None) -> Affinity | None:
         """What it has in common with requests that one replica should answer."""
-        if self.fields is None:
+        fields = self.fields
+        if fields is None:
             return None
+        stays = plan is not None and plan.session_affinity
         session = next((value for name, value in self.sent_headers if name in headers.SESSION), None)
-        if session is None and "prompt_cache_key" in self.fields:
-            session = self.fields.text("prompt_cache_key")
+        for name in ("prompt_cache_key", "user") if stays else ("prompt_cache_key",):
+            if session is None and name in fields:
+                session = fields.text(name)
         prompt = b""
-        for name in AFFINITY_FIELDS:
-            if name in self.fields:
-                prompt += self.fields.text(name)[:2048]
-                if len(prompt) >= 2048:
-                    break
-        return affinity_of(session, prompt)
+        for name in AFFINITY_FIELDS if session is None else ():
+            if name in fields and len(prompt) < MAX_PROMPT_BYTES:
+                prompt += fields.text(name)[: MAX_PROMPT_BYTES - len(prompt)]
+        return affinity_of(session, prompt, self.facts.model or "", stays=stays)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ import uvloop
 from headrace.config.errors import ConfigError
 from headrace.gateway.app import create_app
 from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides, load_config
+from headrace.gateway.engine_load import follow_loads
 from headrace.gateway.exchange import Application
 from headrace.gateway.health import check_health
 from headrace.gateway.keys import KeyRecord
@@ -160,6 +161,7 @@ async def serve(
     reloader = Reloader(snapshot, os.environ, take, overrides, report)
     state.spawn(reloader.run())
     state.spawn(check_health(state))
+    state.spawn(follow_loads(state))
     server = http_server(create_app(state, pages(state, ledger) if pages else None), proxy_headers=False)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     waiting = asyncio.create_task(came.wait())

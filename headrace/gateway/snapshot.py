@@ -204,7 +204,7 @@ class Plan:
     """Globs of the models it opens; () = all."""
     limits: Limits = Limits()
     session_affinity: bool = False
-    """Requests of one session (x-session-id, Claude Code's, the user field) stay with one replica."""
+    """Requests of one session (x-session-id, Claude Code's, prompt_cache_key, user) stay with one replica, however busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
