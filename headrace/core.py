@@ -39,6 +39,7 @@ from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes
 from headrace.runtime.pooling import Pooling
+from headrace.runtime.pooling import Pooling
 from headrace.runtime.profile import StepProfile
 from headrace.runtime.runner import BrokenSequences, Runner
 
@@ -121,6 +122,7 @@ class EngineCore:
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             step_time_target_s=step_time_target_s,
+            gives="text" if settings.pooler is None else settings.pooler.describe(),
             phase_seconds=phases.seconds,
             notes=list(plan.notes),
         )
@@ -133,6 +135,9 @@ class EngineCore:
     def add(self, request: ipc.AddRequest) -> Refusal | None:
         """Queue a request; a Refusal if it can never run or the queue is full. One with a grammar is queued when that
         is compiled, by `step`, and may be refused then: see `gate`."""
+        if (request.params.pooling is None) != (self.settings.pooler is None):
+            kind = "generates text" if self.settings.pooler is None else "gives vectors or scores"
+            return Refusal("invalid_request", f"This engine {kind}, and the request asks for something else.")
         if (request.params.pooling is None) != (self.settings.pooler is None):
             kind = "generates text" if self.settings.pooler is None else "gives vectors or scores"
             return Refusal("invalid_request", f"This engine {kind}, and the request asks for something else.")

@@ -59,6 +59,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         step_time_target_s=engine.step_time_target_s or target_s,
+        gives="text" if engine.pooler is None else engine.pooler.describe(),
         phase_seconds={},
         notes=list(plan.notes),
     )

@@ -35,22 +35,25 @@ def table_rows(info: EngineInfo) -> list[tuple[str, str]]:
         ("Weights", f"{info.weight_bytes / GIB:.2f} GiB, computed in {info.dtype}"),
         ("Device", f"{info.device}: {machine}" if machine else info.device),
         ("Kernels", info.kernels),
-        (
-            "KV cache",
-            f"{info.kv_cache_bytes / GIB:.2f} GiB in {info.kv_cache_dtype}: {info.num_blocks:,} blocks of "
-            f"{info.block_size} tokens",
-        ),
-        *(swap_rows(info)),
-        (
-            "A step",
-            f"at most {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens; "
-            f"target {info.step_time_target_s * 1000:g} ms while answers stream",
-        ),
+        *cache_rows(info),
     ]
+    step = f"at most {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"
+    if info.gives == "text":
+        rows.append(("A step", f"{step}; target {info.step_time_target_s * 1000:g} ms while answers stream"))
+    else:
+        rows += [("A step", step), ("Gives", info.gives), ("A text", f"at most {info.max_model_len:,} tokens")]
     if info.phase_seconds:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.phase_seconds.items())
         rows.append(("Started in", f"{sum(info.phase_seconds.values()):.1f} s: {phases}"))
     return rows
+
+
+def cache_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    """The KV cache and the tier behind it; an encoder has none."""
+    if not info.num_blocks:
+        return []
+    size = f"{info.kv_cache_bytes / GIB:.2f} GiB in {info.kv_cache_dtype}"
+    return [("KV cache", f"{size}: {info.num_blocks:,} blocks of {info.block_size} tokens"), *swap_rows(info)]
 
 
 def swap_rows(info: EngineInfo) -> list[tuple[str, str]]:
@@ -64,6 +67,8 @@ def swap_rows(info: EngineInfo) -> list[tuple[str, str]]:
 
 def log_lines(info: EngineInfo, engine: EngineSettings) -> list[str]:
     """The lines that guides tell people to look for, with the real numbers."""
+    if not info.num_blocks:
+        return []
     return [
         f"GPU memory utilization: {engine.gpu_memory_utilization:.2f}",
         f"Available KV cache memory: {info.kv_cache_bytes / GIB:.2f} GiB",
@@ -120,8 +125,24 @@ def example_lines(server: ServerSettings, url: str, key: str | None = None) -> l
     ]
 
 
+def vector_example_lines(server: ServerSettings, url: str, key: str | None = None) -> list[str]:
+    """The same for a model that gives vectors."""
+    name = server.served_model_names[0]
+    key = key or ("YOUR_KEY" if server.api_keys else None)
+    header = f" -H 'Authorization: Bearer {key}'" if key is not None else ""
+    quoted = json.dumps({"model": name, "input": ["water wheel", "mill"]}, ensure_ascii=False).replace("'", "'\\''")
+    return [
+        "Try it with curl:",
+        "",
+        f"curl {url}/embeddings -H 'Content-Type: application/json'{header} -d '{quoted}'",
+        "",
+    ]
+
+
 def room_line(info: EngineInfo) -> str:
     """How much fits."""
+    if not info.num_blocks:
+        return f"{info.gives}, of texts of at most {info.max_model_len:,} tokens"
     return (
         f"{info.kv_cache_tokens:,} tokens of KV cache, {info.max_concurrency:.1f} requests of "
         f"{info.max_model_len:,} tokens at once"

@@ -314,7 +314,7 @@ async def _run(
 
 def _last_lines(engines: Sequence[Engine], infos: dict[str, EngineInfo], gateway: Gateway) -> list[str]:
     """What a person needs now: address, key, models, room, and two examples that work when pasted."""
-    from headrace.cli.startup import base_url, example_lines, room_line
+    from headrace.cli.startup import base_url, example_lines, room_line, vector_example_lines
     from headrace.gateway.run import banner
 
     record, secret = gateway.ledger.store.first()
@@ -322,7 +322,9 @@ def _last_lines(engines: Sequence[Engine], infos: dict[str, EngineInfo], gateway
         gateway.ledger.keys.reload()
     lines = ["", *banner(gateway.snapshot, gateway.listener.getsockname()[1], record, secret)]
     lines += [f"Engine         {engine.name}: {room_line(infos[engine.name])}" for engine in engines]
-    server = engines[0].server
+    shown = next((engine for engine in engines if engine.settings.pooler is None), engines[0])
+    server = shown.server
     # A key is shown once only; later the example that works when pasted is the engine's own, which asks for none.
     url = lines[1].split()[-1] if secret is not None else base_url(server)
-    return [*lines, "", *example_lines(server, url, secret), "Ctrl-C ends it."]
+    examples = example_lines if shown.settings.pooler is None else vector_example_lines
+    return [*lines, "", *examples(server, url, secret), "Ctrl-C ends it."]

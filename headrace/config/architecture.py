@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from headrace.config.encoder import ENCODER_FAMILIES, ENCODERS, encoder_config
 from headrace.config.errors import ConfigError
 from headrace.config.json_fields import JsonFields
 from headrace.config.model import ModelConfig
@@ -26,6 +27,8 @@ ARCHITECTURES = {
 }
 WITH_IMAGES = {"Gemma3ForConditionalGeneration": "gemma3", "Mistral3ForConditionalGeneration": "mistral"}
 """Models of text and images whose text part is one of the families; that part is served."""
+BARE = {f"{name.removesuffix('ForCausalLM')}Model": family for name, family in ARCHITECTURES.items()}
+"""Decoders that were saved without an output matrix, as embedding models are."""
 KNOWN_FAMILIES = tuple(ARCHITECTURES.values())
 MAX_LAYERS = 4096
 DTYPES = ("float32", "float16", "bfloat16")
@@ -64,6 +67,7 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
 }
+_ENCODER_TYPES = {"bert": "bert", "roberta": "roberta", "xlm-roberta": "roberta", "camembert": "roberta"}
 _BIAS_IS_A_SWITCH = ("llama", "qwen3", "qwen3_moe", "gemma3")
 _QK_NORM = ("qwen3", "qwen3_moe", "gemma3")
 _WINDOW_IS_A_SWITCH = ("qwen2", "qwen3", "qwen3_moe")
@@ -81,6 +85,11 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
         eos = [*token_ids(raw.get("eos_token_id"), source), *eos_token_ids]
         dtype, quantization = _dtype(raw, source), _quantization(raw, source)
         return other_config(raw, source, dtype=dtype, eos_token_ids=eos, quantization=quantization)
+    if family in ENCODER_FAMILIES:
+        if (method := _quantization(raw, source)) is not None:
+            raise ConfigError(f"{source}: an encoder quantised with {method!r} is not supported; use plain weights.")
+        return encoder_config(raw, source, family, _dtype(raw, source))
+    has_output = not _is_bare(raw)
     raw = {**_DEFAULTS[family], **_text_part(raw, source)}
     fields = JsonFields(raw, source)
     hidden_size = fields.size("hidden_size")
@@ -134,6 +143,7 @@ def model_config(raw: Mapping[str, object], source: str, eos_token_ids: Iterable
         expert_intermediate_size=expert_size,
         normalize_expert_weights=family == "mixtral" or fields.flag("norm_topk_prob"),
         dense_layers=dense,
+        has_output=has_output,
     )
 
 
@@ -148,20 +158,28 @@ def token_ids(value: object, source: str) -> list[int]:
 
 
 def _family(raw: Mapping[str, object], source: str) -> str:
-    known = ", ".join([*ARCHITECTURES, *WITH_IMAGES])
+    known = ", ".join([*ARCHITECTURES, *WITH_IMAGES, *ENCODERS])
     architectures = raw.get("architectures")
     if isinstance(architectures, list) and architectures:
         for name in architectures:
-            if name in ARCHITECTURES or name in WITH_IMAGES:
-                return ARCHITECTURES.get(name) or WITH_IMAGES[name]
+            for known_names in (ARCHITECTURES, WITH_IMAGES, ENCODERS, BARE):
+                if name in known_names:
+                    return known_names[name]
         if is_other(raw):
             return OTHER_FAMILY
         raise ConfigError(f"{source}: the architecture {architectures[0]} is not supported; known are {known}.")
     model_type = raw.get("model_type")
+    if model_type in _ENCODER_TYPES:
+        return _ENCODER_TYPES[str(model_type)]
     if isinstance(model_type, str) and model_type.removesuffix("_text") in KNOWN_FAMILIES:
         return model_type.removesuffix("_text")
     named = f"the model_type {model_type!r} is not supported" if model_type else "it names no architecture"
     raise ConfigError(f"{source}: {named}; known architectures are {known} (families {', '.join(KNOWN_FAMILIES)}).")
+
+
+def _is_bare(raw: Mapping[str, object]) -> bool:
+    architectures = raw.get("architectures")
+    return isinstance(architectures, list) and bool(architectures) and architectures[0] in BARE
 
 
 def _text_part(raw: Mapping[str, object], source: str) -> dict[str, object]:

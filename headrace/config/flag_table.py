@@ -7,6 +7,7 @@ people's commands working stand in `flag_table_compat`.
 from __future__ import annotations
 
 from headrace.config.flag_table_compat import COMPATIBILITY_FLAGS
+from headrace.config.flag_table_pooling import POOLING_FLAGS
 from headrace.config.flags import Flag, by_name
 
 MODEL = "Choose the model"
@@ -461,6 +462,6 @@ REAL_FLAGS: tuple[Flag, ...] = (
     ),
 )
 
-FLAGS: tuple[Flag, ...] = REAL_FLAGS + COMPATIBILITY_FLAGS
+FLAGS: tuple[Flag, ...] = REAL_FLAGS + POOLING_FLAGS + COMPATIBILITY_FLAGS
 FLAG_BY_NAME: dict[str, Flag] = by_name(FLAGS)
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(flag.group for flag in FLAGS))

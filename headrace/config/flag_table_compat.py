@@ -12,7 +12,7 @@ PARALLEL = "Parallel devices"
 ADAPTERS = "Adapters"
 TOOLS = "Tools, reasoning and structured output"
 SPECULATION = "Speculative decoding"
-MEDIA = "Images, sound and embeddings"
+MEDIA = "Images and sound"
 CAPTURE = "Compilation and attention"
 OLD_SCHEDULER = "Scheduling of other servers"
 TIERS = "Memory tiers"
@@ -82,7 +82,6 @@ _PP = "Pipeline parallelism"
 _DP = "Data-parallel replicas"
 _LORA = "LoRA adapters"
 _SPEC = "Speculative decoding"
-_POOL = "Embeddings, pooling and scoring"
 
 COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     # Parallel devices
@@ -251,31 +250,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _refused("spec-method", "text", SPECULATION, _SPEC),
     _refused("spec-model", "text", SPECULATION, _SPEC),
     _refused("spec-tokens", "int", SPECULATION, _SPEC, harmless=(0,)),
-    # Images, sound and embeddings
-    Flag(
-        "task",
-        "text",
-        "What the model is for. Text generation is served; embeddings, pooling and scoring are not built yet.",
-        MEDIA,
-        choices=("auto", "generate", "embed", "embedding", "classify", "score", "reward", "transcription", "draft"),
-        state="refused",
-        note=_POOL,
-        instead="use --task generate",
-        harmless=("auto", "generate"),
-    ),
-    Flag(
-        "runner",
-        "text",
-        "What the model is for, in newer commands. Text generation is served; pooling is not built yet.",
-        MEDIA,
-        choices=("auto", "generate", "pooling", "draft"),
-        state="refused",
-        note=_POOL,
-        instead="use --runner generate",
-        harmless=("auto", "generate"),
-    ),
-    _refused("convert", "text", MEDIA, _POOL, harmless=("auto", "none")),
-    _refused("override-pooler-config", "json", MEDIA, _POOL, aliases=("pooler-config",)),
+    # Images and sound
     _mapped("limit-mm-per-prompt", "text", MEDIA, _NO_MEDIA),
     _mapped("mm-processor-kwargs", "json", MEDIA, _NO_MEDIA),
     _mapped("mm-processor-cache-gb", "float", MEDIA, _NO_MEDIA),

@@ -8,6 +8,7 @@ Nothing is loaded: of the model only its headers are read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.config.command_line import Given, parse_command_line
 from headrace.config.errors import ConfigError
 from headrace.config.json_style import JSON_STYLE_FLAGS, json_style
 from headrace.config.model_files import ModelFiles, open_model
+from headrace.config.purpose import find_pooler
 from headrace.config.resolve import BUNDLED_NAME, resolve_model
 from headrace.config.settings import EngineSettings, ServerSettings
 
@@ -62,13 +64,33 @@ def load_given(given: Given) -> Launch:
         path = resolve_model(name, _text(given, "revision"), _text(given, "download-dir"))
         files = open_model(path, engine.hf_overrides)
         engine = msgspec.structs.replace(engine, model=str(path))
+        with _collected(errors):
+            engine = _with_purpose(engine, given, files)
         facts = rules.ModelFacts(
             files.config, "gguf" if files.kind == "gguf" else "safetensors", files.chat_template is not None
         )
+        setup = dataclasses.replace(setup, engine=engine)
         _sort(rules.model_findings(setup, facts), errors, notices)
     if errors or files is None:
         raise LaunchError(list(dict.fromkeys(errors)), notices)
     return Launch(engine, server, files, tuple(notices))
+
+
+def _with_purpose(engine: EngineSettings, given: Given, files: ModelFiles) -> EngineSettings:
+    """The settings with what the model is served for, and the longest text as its files have it. Raises ConfigError."""
+    pooler = find_pooler(
+        files,
+        task=str(given.value("task")),
+        runner=str(given.value("runner")),
+        convert=str(given.value("convert")),
+        changes=cast("dict[str, object] | None", given.value("override-pooler-config")) or {},
+    )
+    if pooler is None:
+        return engine
+    length = engine.max_model_len
+    if length is None and files.pooling.max_length is not None:
+        length = min(files.pooling.max_length, files.config.max_position_embeddings)
+    return msgspec.structs.replace(engine, pooler=pooler, max_model_len=length)
 
 
 def settings(given: Given) -> tuple[EngineSettings, ServerSettings]:

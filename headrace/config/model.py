@@ -15,7 +15,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The architecture of a decoder. Names follow Hugging Face's config.json.
+    """The architecture of a decoder, or of an encoder (config/encoder.py). Names follow Hugging Face's config.json.
 
     `family` is the key of `headrace.models.FAMILIES`. `dtype` is the checkpoint's own: float32, float16 or
     bfloat16 (bfloat16 for a quantised GGUF). `rope_scaling` is the raw dictionary, None for plain rotary.
@@ -59,6 +59,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the weights of a token's experts are scaled to a sum of 1."""
     dense_layers: tuple[int, ...] = ()
     """In a mixture of experts, the layers that have a plain feed-forward part."""
+    has_output: bool = True
+    """Whether there is a matrix that makes logits of rows: not in an encoder, nor in a bare decoder."""
+    is_encoder: bool = False
+    """Reads a whole text at once, in both directions, and keeps no keys and values; `rms_norm_eps` is then that of its
+    layer norms, which are after each part instead of before it."""
+    first_position: int = 0
+    """Of an encoder's table of positions, which row is the first token's; the limit of positions counts from it."""
+    num_token_types: int = 0
+    """Of an encoder: 2 where the second of a pair of texts is told from the first."""
+    num_labels: int = 0
+    """Outputs of an encoder's classification head; 0 without one."""
 
     @property
     def rotary_dim(self) -> int:
@@ -80,8 +91,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         A block holds the keys and values of one group's layers. Full layers keep every token, so their groups are
         filled: as many groups as there are full layers for each sliding one (at least one), all of one size.
         Sliding layers, of which a window is kept, take as many groups of that size as they need. 4 full and 22
-        sliding layers are groups of 4 and of 4 4 4 4 4 2; layers of one kind are one group.
+        sliding layers are groups of 4 and of 4 4 4 4 4 2; layers of one kind are one group. An encoder has none.
         """
+        if self.is_encoder:
+            return ()
         sliding = [layer for layer in range(self.num_layers) if self.window(layer) is not None]
         full = [layer for layer in range(self.num_layers) if self.window(layer) is None]
         size = self.layers_per_group

@@ -14,12 +14,14 @@ from typing import Literal
 
 from headrace.config import gguf_model
 from headrace.config.architecture import model_config, token_ids
+from headrace.config.encoder import WORDS, encoder_tensors
 from headrace.config.errors import ConfigError
 from headrace.config.gguf_format import GGUFHeader, read_gguf
 from headrace.config.gguf_names import hugging_face_tensors
 from headrace.config.model import ModelConfig
 from headrace.config.model_tensors import needed_tensors
 from headrace.config.other_architecture import OTHER_FAMILY
+from headrace.config.pooling import PoolingFiles, read_pooling_files
 from headrace.config.safetensors_format import read_safetensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -57,6 +59,8 @@ class ModelFiles:
     chat_templates: dict[str, str] = field(repr=False)
     tokenizer_json: Path | None
     gguf: GGUFHeader | None = field(repr=False)
+    pooling: PoolingFiles = field(default_factory=PoolingFiles)
+    """What is said of making vectors with the model."""
 
     @property
     def chat_template(self) -> str | None:
@@ -129,7 +133,7 @@ def _open_directory(path: Path, overrides: Mapping[str, object]) -> ModelFiles:
         raise ConfigError(_no_config_message(path))
     generation_config = _optional_json(path / "generation_config.json")
     tokenizer_config = _optional_json(path / "tokenizer_config.json")
-    tensors = _text_tensors(_safetensors(path))
+    tensors = encoder_tensors(_bare_tensors(_text_tensors(_safetensors(path))))
     raw = _merged(read_json_object(config_path), overrides)
     if not raw.get("dtype") and not raw.get("torch_dtype"):
         raw["dtype"] = _stored_dtype(tensors)
@@ -148,6 +152,7 @@ def _open_directory(path: Path, overrides: Mapping[str, object]) -> ModelFiles:
         chat_templates=_chat_templates(path, tokenizer_config),
         tokenizer_json=tokenizer_json if tokenizer_json.exists() else None,
         gguf=None,
+        pooling=read_pooling_files(path, raw),
     )
 
 
@@ -212,6 +217,13 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     return {**{name: info for name, info in tensors.items() if name == "lm_head.weight"}, **renamed}
 
 
+def _bare_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Of a decoder saved without its output matrix, under the names that it has with one; others as they are."""
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    return {f"model.{name}": replace(info, name=f"model.{name}") for name, info in tensors.items()}
+
+
 def _check_tensors(path: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], dtypes: tuple[str, ...]) -> None:
     needed = needed_tensors(config)
     missing = [name for name in needed if name not in tensors]
@@ -238,7 +250,7 @@ def _check_tensors(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor
 
 
 def _stored_dtype(tensors: Mapping[str, TensorInfo]) -> str | None:
-    embedding = tensors.get("model.embed_tokens.weight")
+    embedding = tensors.get("model.embed_tokens.weight") or tensors.get(WORDS)
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return names.get(embedding.dtype) if embedding else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.config.encoder import encoder_shapes
 from headrace.config.model import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -12,13 +13,15 @@ def needed_tensors(config: ModelConfig) -> Shapes:
 
     Biases: qwen2 has them on q, k and v; others with `attention_bias` on q, k, v and o.
     """
+    if config.is_encoder:
+        return encoder_shapes(config)
     hidden = config.hidden_size
     needed: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         parts = {**_norms(config), **_attention(config), **_feed_forward(config, layer)}
         needed |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     needed["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
+    if config.has_output and not config.tie_word_embeddings:
         needed["lm_head.weight"] = (config.vocab_size, hidden)
     return needed
 

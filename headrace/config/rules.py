@@ -267,7 +267,7 @@ def _load_format_matches(setup: Setup, facts: ModelFacts) -> Finding | None:
 
 
 def _chat_has_a_template(setup: Setup, facts: ModelFacts) -> Finding | None:
-    if facts.has_chat_template or setup.server.chat_template is not None:
+    if facts.has_chat_template or setup.server.chat_template is not None or setup.engine.pooler is not None:
         return None
     return _advice(
         "The model has no chat template, so /v1/chat/completions answers 400; /v1/completions works. "

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.config.pooling import Pooler
+
 SCORED_ROWS_PER_STEP = 64
 """Prompt tokens that a step gives log-probabilities of, at most: each takes a row of logits, wide as the vocabulary."""
 
@@ -24,6 +26,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Literal["auto", "native", "reference"] = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    pooler: Pooler | None = None
+    """How the rows of a text become a vector or a score; None: the model generates text."""
     hf_overrides: dict[str, object] = {}
     max_model_len: int | None = None
     """None = the model's limit, shortened to what fits the memory."""

@@ -22,8 +22,8 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes in tokens, blocks and seconds; `windows`, of each group of layers with block tables of its own, and
-    `num_host_blocks`, of the tier in host memory.
+    """Sizes in tokens, blocks and seconds; `windows`, of each group of layers with block tables of its own (an encoder
+    has none, and no blocks), and `num_host_blocks`, of the tier in host memory.
 
     `step_time_target_s` bounds steps in which prefill joins decodes, `max_scored_rows` the prompt tokens that one
     step gives log-probabilities of."""
@@ -44,8 +44,8 @@ class SchedulerSettings:
     max_scored_rows: int = SCORED_ROWS_PER_STEP
 
     def __post_init__(self) -> None:
-        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "block_size")
-        for name in (*sizes, "max_scored_rows"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "max_scored_rows")
+        for name in (*sizes, "num_blocks") if self.windows else sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -80,6 +80,14 @@ def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
         return Refusal("invalid_request", f"max_tokens is {num_new}; it must be at least 1.")
     if message.params.n < 1:
         return Refusal("invalid_request", f"n is {message.params.n}; it must be at least 1.")
+    if message.params.pooling is not None:
+        num_new = 0
+        if num_prompt > settings.max_model_len:
+            return Refusal(
+                "context_length_exceeded",
+                f"This model's maximum context length is {settings.max_model_len} tokens. However, the text has "
+                f"{num_prompt}. Shorten it, or send truncate_prompt_tokens.",
+            )
     if num_prompt + num_new > settings.max_model_len:
         return Refusal(
             "context_length_exceeded",
@@ -87,14 +95,14 @@ def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
             f"{num_prompt + num_new} tokens ({num_prompt} in the prompt, {num_new} for the completion). "
             "Please shorten the prompt or ask for fewer tokens (max_tokens).",
         )
-    num_stored = num_prompt + num_new - 1
+    num_stored = num_prompt + max(num_new, 1) - 1
     blocks = settings.blocks
     if blocks.most_held(num_stored) > settings.num_blocks:
         capacity = blocks.longest(settings.num_blocks, num_stored)
         return Refusal(
             "kv_cache_too_small",
-            f"The request needs {num_stored} tokens of KV cache ({num_prompt} for the prompt, up to {num_new - 1} for "
-            f"the completion), but the whole cache holds {capacity}. Ask for at most "
+            f"The request needs {num_stored} tokens of KV cache ({num_prompt} for the prompt, up to "
+            f"{num_stored - num_prompt} for the completion), but the whole cache holds {capacity}. Ask for at most "
             f"{capacity + 1} tokens in all, or start the server with a larger --kv-cache-memory-bytes "
             "(or --gpu-memory-utilization).",
         )

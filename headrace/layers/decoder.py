@@ -51,7 +51,8 @@ class Decoder:
     embedding: Embedding
     blocks: tuple[DecoderBlock, ...]
     norm: RMSNorm
-    output: Linear
+    output: Linear | None
+    """None where no logits are wanted."""
 
     def hidden(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
         """[rows, hidden] after the last norm."""
@@ -62,4 +63,5 @@ class Decoder:
 
     def forward(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
         """Logits [sampling rows, vocab]."""
+        assert self.output is not None
         return self.output.forward(kernels, kernels.sample_rows(self.hidden(kernels, batch), batch))

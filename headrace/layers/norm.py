@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or of a sum that is wanted as well (the residual stream)."""
+"""Root-mean-square normalisation, alone or of a sum that is wanted as well (the residual stream); layer norm."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ class RMSNorm:
     def of_sum(self, kernels: Kernels, x: Buffer, residual: Buffer) -> tuple[Buffer, Buffer]:
         """(norm(x + residual), x + residual)."""
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: Handle
+    bias: Handle
+    eps: float
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, kernels: Kernels, name: str, eps: float) -> LayerNorm:
+        weight, bias = (kernels.prepare_vector(checkpoint.vector(f"{name}.{part}")) for part in ("weight", "bias"))
+        return cls(weight, bias, eps)
+
+    def forward(self, kernels: Kernels, x: Buffer) -> Buffer:
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -8,7 +8,7 @@ from typing import Protocol
 from headrace.config.errors import ConfigError
 from headrace.config.model import ModelConfig
 from headrace.kernels.ops import BatchHandle, Buffer, Kernels
-from headrace.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from headrace.models import bert, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.weights.checkpoint import Checkpoint, Progress
 
 
@@ -18,7 +18,7 @@ class Model(Protocol):
         ...
 
     def forward(self, kernels: Kernels, batch: BatchHandle) -> Buffer:
-        """Logits [sampling rows, vocab]."""
+        """Logits [sampling rows, vocab]; of an encoder what its classification head gives, [sampling rows, labels]."""
         ...
 
 
@@ -31,6 +31,8 @@ FAMILIES: dict[str, Callable[[ModelConfig, Checkpoint, Kernels, int, Progress], 
     "qwen3_moe": qwen3_moe.load,
     "phi3": phi3.load,
     "gemma3": gemma3.load,
+    "bert": bert.load,
+    "roberta": bert.load,
 }
 
 

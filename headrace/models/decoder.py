@@ -79,7 +79,10 @@ def joined(
     for layer in range(config.num_layers):
         blocks.append(block(layer, f"model.layers.{layer}"))
         progress(checkpoint.read_bytes, checkpoint.total_bytes)
-    if config.tie_word_embeddings:
+    output: Linear | None
+    if not config.has_output:
+        output = None
+    elif config.tie_word_embeddings:
         output = Linear(kernels.prepare_tied(embedding.table))
     else:
         output = Linear.load(checkpoint, kernels, ["lm_head"])

@@ -32,6 +32,9 @@ BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens a step may compute. On a CPU 128 already reach full speed, and more only make others wait longer."""
 
+ENCODER_BATCHED_TOKENS = 512
+"""Of an encoder's step at least, on any device: its longest text sets the number where that is longer."""
+
 SWAP_SPACE_BYTES = {"cpu": 0, "cuda": 4 * GIB}
 """Host memory behind the KV cache unless asked otherwise. On a CPU the cache is in that memory itself."""
 MOST_OF_THE_HOST = 0.7
@@ -80,6 +83,8 @@ def plan_memory(
     the ceiling. `overhead_bytes` is what the process takes besides weights, KV cache and the buffers of a step.
     Raises ConfigError when no KV cache, or not one request of an explicit `max_model_len`, fits.
     """
+    if config.is_encoder:
+        return _plan_encoder(config, settings, weight_bytes + overhead_bytes, available_bytes)
     notes: list[str] = []
     block_size = settings.block_size or BLOCK_SIZE[device]
     block_bytes = config.kv_bytes_per_token(kv_cache_dtype) * block_size
@@ -162,6 +167,37 @@ def plan_memory(
         kv_cache_tokens=num_blocks * blocks.count(max_model_len) * block_size // blocks.most_held(max_model_len),
         num_host_blocks=num_host_blocks,
         notes=tuple(notes),
+    )
+
+
+def _plan_encoder(config: ModelConfig, settings: EngineSettings, fixed_bytes: int, available_bytes: int) -> MemoryPlan:
+    """Without a KV cache: a step must have room for the longest text, which is computed in one."""
+    longest = settings.max_model_len or config.max_position_embeddings
+    batched_tokens = settings.max_num_batched_tokens or max(ENCODER_BATCHED_TOKENS, longest)
+    if batched_tokens < longest:
+        raise ConfigError(
+            f"max_num_batched_tokens ({batched_tokens}) is smaller than max_model_len ({longest}), and an encoder "
+            f"reads a text in one step. Use --max-num-batched-tokens {longest}, or --max-model-len {batched_tokens}."
+        )
+    needed_bytes = fixed_bytes + step_buffer_bytes(config, batched_tokens, 1)
+    allowed_bytes = int(settings.gpu_memory_utilization * available_bytes)
+    if needed_bytes > allowed_bytes:
+        raise ConfigError(
+            f"The model and the buffers of a step take {_gib(needed_bytes)} GiB, more than the "
+            f"{_gib(allowed_bytes)} GiB that gpu_memory_utilization {settings.gpu_memory_utilization:.2f} allows of "
+            f"{_gib(available_bytes)} GiB. "
+            f"Free memory, or use a smaller --max-num-batched-tokens than {batched_tokens}."
+        )
+    return MemoryPlan(
+        num_blocks=0,
+        block_size=1,
+        kv_cache_bytes=0,
+        max_model_len=longest,
+        max_num_seqs=min(settings.max_num_seqs, batched_tokens),
+        max_num_batched_tokens=batched_tokens,
+        kv_cache_tokens=0,
+        num_host_blocks=0,
+        notes=(),
     )
 
 

@@ -54,6 +54,24 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     begin_token_ids: tuple[int, ...] = ()
 
 
+class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What is wanted of a text's rows instead of a next token.
+
+    embed: one vector, pooled as the engine's settings say. token_embed: the row of every token. score: one number of
+    the engine's classification head. `every_row` says that the rows of all tokens are needed, so that none may be taken
+    from the prefix cache. A vector is cut to `dimensions`, then scaled to length 1 with `normalize`.
+    """
+
+    task: Literal["embed", "token_embed", "score"]
+    every_row: bool
+    normalize: bool = True
+    dimensions: int | None = None
+    activation: Literal["sigmoid", "identity"] = "sigmoid"
+    """Of a score."""
+    second_text_at: int | None = None
+    """Where the second of a pair of texts begins, for an encoder that is told so."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How the tokens of one request are chosen. Every default is "has no effect".
 
@@ -93,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     repetition_detection: RepetitionDetection | None = None
     grammar: GrammarSpec | None = None
     thinking: ThinkingBudget | None = None
+    pooling: PoolingParams | None = None
+    """With it nothing is chosen: the sequence ends, with finish_reason "stop", when its prompt has been computed."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
@@ -158,6 +178,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None
+    """What `SamplingParams.pooling` asked for, as float32 little-endian."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -235,6 +257,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     step_time_target_s: float
+    gives: str = "text"
+    """What comes of a request: text, or what vectors or scores are made of, in words."""
     phase_seconds: dict[str, float]
     notes: list[str]
 

@@ -23,6 +23,7 @@ from headrace.runtime.batch import build_batch
 from headrace.runtime.grammar import Grammar, GrammarState
 from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.host_store import HostStore
+from headrace.runtime.pooling import Pooling
 from headrace.runtime.sampling import SequenceSampling, listed_logprobs, sampling_rows, token_logprobs
 from headrace.runtime.table import SequenceTable
 from headrace.weights.checkpoint import Checkpoint, Progress
@@ -45,9 +46,12 @@ class Runner:
         files: ModelFiles,
         kernels: Kernels,
         find_grammar: Callable[[GrammarSpec], Grammar | None] = lambda spec: None,
+        pooling: Pooling | None = None,
     ) -> None:
-        """`find_grammar` gives what is compiled; whoever plans a sequence has seen to it that its grammar is."""
+        """`find_grammar` gives what is compiled; whoever plans a sequence has seen to it that its grammar is. With
+        `pooling` the rows of a step become vectors or scores instead of tokens."""
         self._find_grammar = find_grammar
+        self._pooling = pooling
         self.files = files
         self.kernels = kernels
         self._model: Model | None = None
@@ -83,10 +87,16 @@ class Runner:
         config, model, kernels = self.files.config, self._model, self.kernels
         if model is None:
             raise RuntimeError("the runner has no model: call load before allocate_kv_cache")
-        layout = KVCacheLayout(config.layers_per_group, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        kernels.allocate_kv_cache(layout)
+        if not config.is_encoder:
+            layers = config.layers_per_group
+            kernels.allocate_kv_cache(
+                KVCacheLayout(layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+            )
         self._host.clear()
-        self._forward = kernels.capture(lambda batch: model.forward(kernels, batch))
+        pooling = self._pooling
+        self._forward = kernels.capture(
+            lambda batch: model.forward(kernels, batch) if pooling is None else pooling.forward(model, kernels, batch)
+        )
         self._block_size = block_size
 
     def release_kv_cache(self) -> None:
@@ -139,6 +149,12 @@ class Runner:
         rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
         for row, step in zip(rows.tolist(), steps, strict=True):
             table.append_blocks(row, step.new_block_ids)
+        if self._pooling is not None:
+            pooled = self._forward(self._pooling.batch(table, rows, steps, self._block_size))
+            sampled, broken = self._pooling.results(self.kernels.host_rows(pooled), table, steps)
+            if broken:
+                raise BrokenSequences(broken)
+            return sampled, ()
         batch = build_batch(table, rows, steps, self._block_size)
         logits = self._forward(batch)
         choosing = np.array([i for i, step in enumerate(steps) if step.samples], np.int64)

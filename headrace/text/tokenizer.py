@@ -1,8 +1,9 @@
 """Text to token ids and back, from a tokenizer.json, a tokenizer.model or the vocabulary inside a GGUF file.
 
 Encoding is the `tokenizers` library's. Decoding is ours, because a stream needs it exactly: every token is a
-fixed string of bytes (`token_bytes`), and text is those bytes joined and decoded as UTF-8. Two spellings of
-bytes exist: byte-level ("Ġthe" is b" the") and SentencePiece's ("▁the" is b" the", "<0x0A>" is b"\\n").
+fixed string of bytes (`token_bytes`), and text is those bytes joined and decoded as UTF-8. Three spellings of
+bytes exist: byte-level ("Ġthe" is b" the"), SentencePiece's ("▁the" is b" the", "<0x0A>" is b"\\n") and WordPiece's
+("the" is b" the", "##re" is b"re"), of which text comes back roughly.
 """
 
 from __future__ import annotations
@@ -114,15 +115,43 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer adds by itself, mostly the beginning-of-sequence token.
         Raises ValueError for text that is not valid Unicode (a lone surrogate).
         """
-        try:
-            ids: list[int] = self._encoding(text, add_special_tokens).ids
-        except (UnicodeError, TypeError):
-            bad = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
-            if bad is None:
-                raise
-            raise ValueError(
-                f"the text is not valid Unicode: a lone surrogate U+{ord(text[bad]):04X} at character {bad}"
-            ) from None
+        return self._ids(self._encoding(text, add_special_tokens), add_special_tokens)
+
+    def encode_within(self, text: str, limit: int, side: Literal["left", "right"]) -> list[int]:
+        """At most `limit` ids with those that the tokenizer adds: the text loses tokens at this side, they stay.
+
+        Raises ValueError as `encode`, and where they alone are more.
+        """
+        ids = self.encode(text, add_special_tokens=True)
+        if len(ids) <= limit:
+            return ids
+        plain = self._encoding(text, False)
+        kept = len(plain) - (len(ids) - limit)
+        if kept < 0:
+            raise ValueError(f"the tokens that are added to every text are more than {limit}")
+        plain.truncate(kept, direction=side)
+        return self._ids(self._backend.post_process(plain, None, True), True)
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int | None]:
+        """Two texts as one, as the tokenizer joins them; and where the second begins, if its tokens are of a type of
+        their own. With a `limit` the second text loses tokens at its end.
+
+        Raises ValueError as `encode`, and where the limit leaves none of the second text.
+        """
+        one, two = self._encoding(first, False), self._encoding(second, False)
+        joined = self._backend.post_process(one, two, True)
+        if limit is not None and len(joined) > limit:
+            kept = len(two) - (len(joined) - limit)
+            if kept <= 0:
+                raise ValueError(f"the first text leaves nothing of {limit} tokens to the second")
+            one, two = self._encoding(first, False), self._encoding(second, False)
+            two.truncate(kept)
+            joined = self._backend.post_process(one, two, True)
+        types: list[int] = joined.type_ids
+        return self._ids(joined, True), types.index(1) if 1 in types else None
+
+    def _ids(self, encoding: Any, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = encoding.ids
         if self._model_rows is not None and max(ids, default=0) >= self._model_rows:
             raise ValueError(f"the text holds the token {max(ids)}, which the model has no embedding for")
         if add_special_tokens and self.adds_bos != self._backend_adds_bos:
@@ -131,9 +160,17 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         """Of the library's calls only the one for batches lets other threads run meanwhile."""
-        if len(text) <= LONG_TEXT_CHARS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            if len(text) <= LONG_TEXT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeError, TypeError):
+            bad = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if bad is None:
+                raise
+            raise ValueError(
+                f"the text is not valid Unicode: a lone surrogate U+{ord(text[bad]):04X} at character {bad}"
+            ) from None
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template, which has written its special tokens itself.
@@ -192,24 +229,28 @@ class Tokenizer:
         if self._spelling == "byte-level":
             values = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in values else bytes(v for v in values if v is not None)
+        if self._spelling == "wordpiece":
+            return token.removeprefix("##").encode() if token.startswith("##") else f" {token}".encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
 
-def _spelling(backend: Any, name: str) -> tuple[Literal["byte-level", "sentencepiece"], bool]:
+def _spelling(backend: Any, name: str) -> tuple[Literal["byte-level", "sentencepiece", "wordpiece"], bool]:
     """How tokens spell bytes, and whether a decoded text loses the space put before its first word."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     chain = state.get("decoders", [state])
     kinds = [part.get("type") for part in chain]
     if "ByteLevel" in kinds:
         return "byte-level", False
+    if "WordPiece" in kinds:
+        return "wordpiece", True
     if "ByteFallback" in kinds or "Metaspace" in kinds:
         strips = any(p.get("type") == "Strip" and p.get("content") == " " and p.get("start") for p in chain)
         metaspace = any(p.get("type") == "Metaspace" and p.get("prepend_scheme", "always") != "never" for p in chain)
         return "sentencepiece", strips or metaspace
     raise ConfigError(
         f"{name}: the tokenizer's decoder {', '.join(str(k) for k in kinds)} is not supported; known are ByteLevel, "
-        "and Metaspace or ByteFallback (SentencePiece)."
+        "Metaspace or ByteFallback (SentencePiece), and WordPiece."
     )
 
 

@@ -108,7 +108,6 @@ REFUSED = {
     "--distributed-executor-backend ray": "Ray",
     "--enable-expert-parallel": "Expert parallelism",
     "--cpu-offload-gb 4": "Keeping weights in host memory",
-    "--task embed": "Embeddings",
     "--async-scheduling": "Asynchronous scheduling",
 }
 
