@@ -39,7 +39,6 @@ from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes
 from headrace.runtime.pooling import Pooling
-from headrace.runtime.pooling import Pooling
 from headrace.runtime.profile import StepProfile
 from headrace.runtime.runner import BrokenSequences, Runner
 
@@ -135,9 +134,6 @@ class EngineCore:
     def add(self, request: ipc.AddRequest) -> Refusal | None:
         """Queue a request; a Refusal if it can never run or the queue is full. One with a grammar is queued when that
         is compiled, by `step`, and may be refused then: see `gate`."""
-        if (request.params.pooling is None) != (self.settings.pooler is None):
-            kind = "generates text" if self.settings.pooler is None else "gives vectors or scores"
-            return Refusal("invalid_request", f"This engine {kind}, and the request asks for something else.")
         if (request.params.pooling is None) != (self.settings.pooler is None):
             kind = "generates text" if self.settings.pooler is None else "gives vectors or scores"
             return Refusal("invalid_request", f"This engine {kind}, and the request asks for something else.")

@@ -28,8 +28,6 @@ def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
         return Accepted(0, "error")
     if sampled.pooled is not None:
         return Accepted(0, "stop")
-    if sampled.pooled is not None:
-        return Accepted(0, "stop")
     token_ids = seq.token_ids
     for place, token_id in enumerate(sampled.token_ids, 1):
         token_ids.append(token_id)

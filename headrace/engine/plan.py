@@ -84,8 +84,6 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     dead_end: str | None = None
     pooled: bytes | None = None
     """In place of tokens, what was asked for of the sequence's rows (`SamplingParams.pooling`)."""
-    pooled: bytes | None = None
-    """In place of tokens, what was asked for of the sequence's rows (`SamplingParams.pooling`)."""
 
 
 class Scored(msgspec.Struct, frozen=True):

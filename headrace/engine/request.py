@@ -62,11 +62,6 @@ class Request:
         """Whatever the prefix cache holds of the prompt is of no use: it has keys and values, not rows."""
         return self.scores or (self.params.pooling is not None and self.params.pooling.every_row)
 
-    @property
-    def needs_every_row(self) -> bool:
-        """Whatever the prefix cache holds of the prompt is of no use: it has keys and values, not rows."""
-        return self.scores or (self.params.pooling is not None and self.params.pooling.every_row)
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:

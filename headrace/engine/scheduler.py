@@ -432,7 +432,6 @@ class Scheduler:
             logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
             prompt_logprobs=prompt_logprobs,
             pooled=sampled.pooled,
-            pooled=sampled.pooled,
             finish_reason=accepted.finish_reason,
             stop_token_id=accepted.stop_token_id,
             error=sampled.dead_end,
