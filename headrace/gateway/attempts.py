@@ -255,6 +255,8 @@ class Attempts:
             progress.reached = False
             raise
         except asyncio.CancelledError:
+            if self.exchange.client_left and delivery is not None and answer is not None:
+                await delivery.await_usage(answer)
             if self.exchange.client_left or delivery is None or not delivery.committed:
                 raise
             ending = gateway_draining()

@@ -1,6 +1,7 @@
-"""`POST /messages/count_tokens`: the upstream's own count where it speaks Anthropic's dialect, else an estimate.
+"""`POST /messages/count_tokens`: the upstream's own count where it has one, else an estimate.
 
-An estimate says so in the header `x-gateway-estimated`. Whatever happens here, no breaker hears of it.
+Anthropic's servers have it, and Headrace and vLLM with the model's own tokenizer. Who turns out not to have it is not
+asked again. An estimate says so in the header `x-gateway-estimated`. Whatever happens here, no breaker hears of it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from headrace.gateway.keys import KeyRecord
 from headrace.gateway.paths import Place
 from headrace.gateway.request import Request, read
 from headrace.gateway.route import Attempt, decide
-from headrace.gateway.snapshot import Snapshot
+from headrace.gateway.snapshot import Snapshot, Upstream
 from headrace.gateway.state import GatewayState
 from headrace.gateway.upstream_client import BrokenAnswer
-from headrace.gateway.upstream_errors import UpstreamFailure
+from headrace.gateway.upstream_errors import UpstreamFailure, names_model
 
 PATIENCE_S = 10.0
 _JSON = (b"content-type", b"application/json")
@@ -34,11 +35,17 @@ async def count_tokens(
     route = decide(snapshot, facts)
     check_model(state, record, plan_of(snapshot, record), facts.model, route)
     first = route.attempts[0]
-    counted = await _asked(state, request, first) if first.upstream.dialect == "anthropic" else None
+    counted = await _asked(state, request, first) if _may_count(state, first.upstream) else None
     if counted is not None:
         return await exchange.answer(200, counted, [_JSON])
     body = msgspec.json.encode({"input_tokens": max(1, facts.prompt_tokens)})
     await exchange.answer(200, body, [_JSON, (b"x-gateway-estimated", b"true")])
+
+
+def _may_count(state: GatewayState, upstream: Upstream) -> bool:
+    if upstream.dialect == "anthropic":
+        return True
+    return upstream.extended_sampling and upstream.name not in state.without_count_tokens
 
 
 async def _asked(state: GatewayState, request: Request, attempt: Attempt) -> bytes | None:
@@ -56,6 +63,8 @@ async def _asked(state: GatewayState, request: Request, attempt: Attempt) -> byt
                 found = await answer.read_whole(1 << 20)
             finally:
                 answer.close()
+        if answer.status in (404, 405, 501) and not names_model(found):
+            state.without_count_tokens.add(upstream.name)
         count = msgspec.json.decode(found, type=dict[str, msgspec.Raw])
     except (UpstreamFailure, BrokenAnswer, TimeoutError, msgspec.MsgspecError):
         return None

@@ -6,6 +6,8 @@ After that the answer is committed: a failure is told inside the stream, and `de
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -41,6 +43,8 @@ from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.translate.translator import StreamTranslator
 
 MAX_HELD_BYTES = 256 * 1024
+USAGE_S = 0.7
+"""How long an upstream that has finished may take for its usage when the client has left: it is cut within a second."""
 
 RawHeaders = headers.RawHeaders
 
@@ -92,6 +96,7 @@ class Delivery:
         self.gateway_headers = gateway_headers
         self.committed = False
         """Content has reached the client."""
+        self._framer = Framer()
         self._renaming: Renaming | None = None
         self._record, self._before = record, before
         self._translator = call.translation.stream() if call.translation and request.stream else None
@@ -126,7 +131,7 @@ class Delivery:
             described = upstream_errors.described(body, answer.headers)
             raise upstream_errors.invalid_response(self.upstream, f"a stream was asked for and {described} came")
         watch = Watch(self.call.wire)
-        framer = Framer()
+        framer = self._framer
         held, unseen = await self._hold_back(answer, watch, framer)
         self.progress.watch = watch
         self.committed = True
@@ -144,6 +149,18 @@ class Delivery:
         if self._translator is not None and self._translator.is_done:
             return None
         return self._record.said(self.model_shown if self.renames else None, watch.num_deltas, self._translator)
+
+    async def await_usage(self, answer: UpstreamAnswer) -> None:
+        """The client has left. Where the answer was over but for its usage, that is waited for: nothing more is
+        generated meanwhile, and the bill is exact."""
+        watch = self.progress.watch
+        if watch is None or not watch.finished or watch.usage is not None:
+            return
+        with contextlib.suppress(BrokenAnswer, TimeoutError):
+            async with asyncio.timeout(USAGE_S):
+                while watch.usage is None and not watch.ended and (data := await answer.read()):
+                    for event in events(self._framer.feed(data)):
+                        watch.look(event)
 
     async def break_off(self, error: ApiError) -> None:
         """Tell the client, inside the stream that has begun, that this is not the whole answer."""

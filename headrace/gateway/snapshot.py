@@ -204,7 +204,8 @@ class Plan:
     """Globs of the models it opens; () = all."""
     limits: Limits = Limits()
     session_affinity: bool = False
-    """Requests of one session (x-session-id, Claude Code's, prompt_cache_key, user) stay with one replica, however busy."""
+    """Requests of one session (x-session-id, Claude Code's, prompt_cache_key, user) stay with one replica, busy or
+    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

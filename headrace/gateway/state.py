@@ -38,6 +38,8 @@ class GatewayState:
     balancer: Balancer = field(default_factory=Balancer)
     without_responses: set[str] = field(default_factory=set)
     """Upstreams that turned out to have no /responses; requests to them are translated."""
+    without_count_tokens: set[str] = field(default_factory=set)
+    """Upstreams that turned out to count no tokens; the gateway estimates for them."""
     reload_error: str | None = None
     """Why the newest configuration is not in force; None = it is."""
     is_draining: bool = False
@@ -51,6 +53,7 @@ class GatewayState:
         self.snapshot = snapshot
         self.reload_error = None
         self.without_responses.clear()
+        self.without_count_tokens.clear()
         self.clients.keep(snapshot.upstreams)
         self.metrics.config_generation = snapshot.generation
 

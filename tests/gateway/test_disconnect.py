@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import socket
@@ -95,6 +96,48 @@ def test_a_client_that_reads_everything_and_closes_has_not_left(
             received += connection.recv(65536)
         connection.close()
     assert [event.outcome for event in gateway.wait_for_events(2)] == ["ok", "ok"]
+
+
+def finished(way: Way, *, usage_after_s: float) -> Reply:
+    """The finish reason comes at once, what is behind it so much later."""
+    reply = way.stream("Water ", "does.")
+    place = next(n for n, part in enumerate(reply.parts) if b'"finish_reason": "stop"' in part)
+    begin, rest = b"".join(reply.parts[: place + 1]), b"".join(reply.parts[place + 1 :])
+    return dataclasses.replace(reply, parts=(begin, rest), preamble=0, pauses_s=usage_after_s)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.upstream == "openai"], ids=str)
+def test_a_client_that_leaves_at_the_finish_reason_is_billed_exactly(
+    gateway: ThreadedGateway, upstream: FakeUpstream, way: Way
+) -> None:
+    """Many a client reads no further. The generation is over then, so the usage is waited for."""
+    upstream.without = ("/responses",)
+    upstream.script(finished(way, usage_after_s=0.2))
+    connection = sent(gateway, way.path, way.body(stream=True))
+    received = b""
+    while b"does." not in received:
+        received += connection.recv(65536)
+    time.sleep(0.05)
+    connection.close()
+    event = gateway.wait_for_events(1)[0]
+    assert (event.outcome, event.estimated) == ("client_left", False)
+    assert (event.input_tokens, event.output_tokens) == replies.USAGE
+
+
+def test_an_upstream_that_keeps_its_usage_back_is_cut_within_a_second(
+    gateway: ThreadedGateway, upstream: FakeUpstream
+) -> None:
+    way = Way("chat", "openai")
+    upstream.script(finished(way, usage_after_s=30))
+    connection = sent(gateway, way.path, way.body(stream=True))
+    while b"stop" not in connection.recv(65536):
+        pass
+    left_s = time.monotonic()
+    connection.close()
+    assert upstream.wait_for(lambda u: u.last.client_left_s is not None, 1.0)
+    assert time.monotonic() - left_s < 1.0
+    event = gateway.wait_for_events(1)[0]
+    assert (event.outcome, event.estimated) == ("client_left", True) and event.output_tokens >= 2
 
 
 def test_sigterm_lets_a_stream_finish_and_refuses_what_comes_then(tmp_path) -> None:

@@ -193,11 +193,31 @@ def test_a_body_too_large_is_refused_after_the_key_was_checked(gateway: Threaded
         gateway.state.snapshot = before
 
 
-def test_count_tokens_is_an_estimate_where_the_upstream_cannot_count(gateway: ThreadedGateway) -> None:
-    body = {"model": "fake", "messages": [{"role": "user", "content": "one two three four five six"}]}
-    answer = gateway.client.post("/v1/messages/count_tokens", json=body)
-    assert answer.status_code == 200 and 8 <= answer.json()["input_tokens"] <= 40
-    assert answer.headers["x-gateway-estimated"] == "true"
+TO_COUNT = {"model": "short", "messages": [{"role": "user", "content": "one two three four five six"}]}
+
+
+def test_tokens_are_counted_by_the_upstream_that_can(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    answer = gateway.client.post("/v1/messages/count_tokens", json=TO_COUNT)
+    assert answer.status_code == 200 and answer.json() == {"input_tokens": replies.USAGE[0]}
+    assert "x-gateway-estimated" not in answer.headers
+    assert upstream.last.path == "/v1/messages/count_tokens"
+    assert upstream.last.json == {**TO_COUNT, "model": "Real/Name"}
+
+
+def test_count_tokens_is_an_estimate_where_the_upstream_cannot_count(
+    gateway: ThreadedGateway, upstream: FakeUpstream
+) -> None:
+    """Who does not know the endpoint is asked once, who fails is asked again."""
+    upstream.script(replies.error(500, "It broke."), replies.error(404, "Not Found"))
+    try:
+        for _ in range(4):
+            answer = gateway.client.post("/v1/messages/count_tokens", json=TO_COUNT)
+            assert answer.status_code == 200 and 8 <= answer.json()["input_tokens"] <= 40
+            assert answer.headers["x-gateway-estimated"] == "true"
+        assert len(upstream.requests) == 2
+        assert gateway.client.post(CHAT, json={**TO_COUNT, "max_tokens": 1}).status_code == 200
+    finally:
+        gateway.state.take(gateway.state.snapshot)
 
 
 def test_a_request_without_a_model_goes_to_the_default_one(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
