@@ -10,7 +10,7 @@ import msgspec
 from headrace.engine.plan import Sampled, SequenceStep
 from headrace.engine.repetition import repeats
 from headrace.engine.request import Request, Sequence
-from headrace.protocol.ipc import FinishReason, TokenLogprobs
+from headrace.protocol.ipc import FinishReason, SequenceOutput, TokenLogprobs
 
 
 class Accepted(msgspec.Struct, frozen=True, gc=False):
@@ -43,6 +43,40 @@ def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
         if rule is not None and num_generated >= params.min_tokens and repeats(token_ids, seq.num_prompt_tokens, rule):
             return Accepted(place, "repetition")
     return Accepted(len(sampled.token_ids))
+
+
+def output_of(
+    seq: Sequence, sampled: Sampled, accepted: Accepted, prompt_logprobs: list[TokenLogprobs] | None, *, is_first: bool
+) -> SequenceOutput:
+    """What the sequence's reader is told of accepted tokens; with the `is_first` ones, how they came."""
+    request = seq.request
+    return SequenceOutput(
+        request_id=request.message.request_id,
+        index=seq.index,
+        token_ids=list(sampled.token_ids[: accepted.num_tokens]),
+        logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
+        prompt_logprobs=prompt_logprobs,
+        pooled=sampled.pooled,
+        finish_reason=accepted.finish_reason,
+        stop_token_id=accepted.stop_token_id,
+        error=sampled.dead_end,
+        error_code="grammar_dead_end" if sampled.dead_end is not None else "engine_error",
+        num_cached_tokens=request.num_cached_tokens if is_first else 0,
+        queue_s=(seq.queue_s or 0.0) if is_first else 0.0,
+        num_preemptions=seq.num_preemptions,
+    )
+
+
+def failed(seq: Sequence, index: int, message: str) -> SequenceOutput:
+    """The end of sequence `index` of its request, which could not be computed."""
+    return SequenceOutput(
+        request_id=seq.request.message.request_id,
+        index=index,
+        token_ids=[],
+        finish_reason="error",
+        error=message,
+        num_preemptions=seq.num_preemptions,
+    )
 
 
 def unreported(

@@ -14,6 +14,9 @@ from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 MIN_CHUNK_TOKENS = TILE_ROWS // 2
 """What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
 
+FIRST_LOADS = 16
+"""Blocks that a step fetches while answers stream, before it is known how long that takes."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -25,6 +28,8 @@ class Draft:
     """What the step may take while decodes ride in it."""
     scored_room: int
     """Rows left for log-probabilities of prompt tokens."""
+    serves_background: bool = True
+    """What nobody waits for may be in the step."""
     load: StepLoad = field(default_factory=StepLoad)
     num_decodes: int = 0
     num_prefills: int = 0
@@ -78,6 +83,14 @@ class Chunks:
             return min(max(whole_tiles, tolerable), wanted)
         fills_tile = wanted <= -load.rows % TILE_ROWS and self._tolerable_chunk(load, context, wanted) == wanted
         return wanted if fills_tile else whole_tiles
+
+    def most_loads(self, draft: Draft, load_s: float) -> int:
+        """Blocks that the step may still fetch, each in `load_s`: any number, but while answers stream for as long as
+        the target says."""
+        if draft.num_decodes == 0 or not self._settings.enable_chunked_prefill:
+            return self._settings.num_host_blocks
+        most = FIRST_LOADS if load_s == 0.0 else max(1, int(self._settings.step_time_target_s / load_s))
+        return max(0, most - draft.num_loads)
 
     def _tolerable_chunk(self, load: StepLoad, context: int, limit: int) -> int:
         """As many tokens up to `limit` as keep the step within twice the target, or half again what its rows cost:

@@ -2,7 +2,7 @@
 
 A preempted sequence goes before every newcomer of its priority, and while it waits none of them is admitted. Under
 "priority" nobody starves: of the sequences that wait, the one that came first may be overtaken MOST_OVERTAKEN times,
-then it is the next to start.
+then it is the next to start. Background work has no such right.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Queue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
+
+    @property
+    def is_live(self) -> bool:
+        return self._waiting.is_live
 
     def add(self, seq: Sequence) -> None:
         self._waiting.add(seq)
@@ -82,7 +86,8 @@ class Queue:
 
     def begin_step(self) -> None:
         by_priority = self._settings.policy == "priority"
-        self._longest = min(self._waiting, key=_arrival, default=None) if by_priority else None
+        live = (seq for seq in self._waiting if not seq.request.is_background)
+        self._longest = min(live, key=_arrival, default=None) if by_priority else None
 
     def admissible(self) -> list[Sequence]:
         """Those that may be started next: a preempted one alone, then one that was overtaken too often, else the first

@@ -28,6 +28,11 @@ class Ranking:
     def first(self, count: int) -> list[Sequence]:
         return self._sequences[:count]
 
+    @property
+    def is_live(self) -> bool:
+        """Somebody waits for one of them: background work is ranked behind all that is not."""
+        return bool(self._sequences) and not self._sequences[0].request.is_background
+
     def all(self) -> list[Sequence]:
         """As they are now: the ranking may change while the list is walked."""
         return self._sequences[:]

@@ -36,6 +36,8 @@ class Request:
     domain: bytes
     max_new_tokens: int
     """The most tokens one sequence may generate: `max_tokens`, or less where the context ends."""
+    is_background: bool = False
+    """Nobody waits for it."""
     held: list[int] = field(default_factory=list)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By index; those that wait or run."""

@@ -22,6 +22,9 @@ A preempted sequence goes before every newcomer of its priority, and while it wa
 
 With `policy` "priority" the better priority (the lower number) goes first, but nobody starves (queue.py).
 
+Background work (batches) comes last whatever the policy: it is preempted first, makes room for a live request that
+could not be started, and is in few of the steps that live requests are in (background.py).
+
 Log-probabilities of a prompt are computed a few rows a step (draft.py), as each takes a row as wide as the vocabulary.
 The prompt is then computed from its first token, whatever the prefix cache holds.
 
@@ -37,8 +40,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Literal
 
-from headrace.engine.accept import accept_tokens, unreported
+from headrace.engine.accept import accept_tokens, failed, output_of, unreported
 from headrace.engine.admission import Refusal, SchedulerSettings, refusal
+from headrace.engine.background import BackgroundShare
 from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.integrity import check_blocks, check_sequences
@@ -49,12 +53,10 @@ from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepLoad, StepTimeModel
 from headrace.engine.tiers import HostTier
-from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
+from headrace.engine.totals import Totals
+from headrace.protocol.ipc import BACKGROUND_PRIORITY, AddRequest, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
-
-FIRST_LOADS = 16
-"""Blocks that a step fetches while answers stream, before it is known how long that takes."""
 
 
 class Scheduler:
@@ -76,6 +78,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running = Ranking(lambda seq: seq.rank)
         self._queue = Queue(settings)
+        self._background = BackgroundShare()
+        self._num_background = 0  # requests
         self._by_id: dict[int, Sequence] = {}
         """Running sequences by the id the runtime knows them by."""
         self._dropped: dict[int, None] = {}
@@ -85,12 +89,7 @@ class Scheduler:
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
         self._last_step = (0, 0, 0)
         self._no_blocks = ((),) * len(settings.windows)
-        self._prefix_queries_total = 0
-        self._prefix_hits_total = 0
-        self._host_hits_total = 0
-        self._moved_total = (0, 0)
-        """Blocks saved to the host tier and loaded from it."""
-        self._preemptions_total = 0
+        self._totals = Totals()
 
     # requests
 
@@ -118,15 +117,18 @@ class Scheduler:
             return refused
         order = next(self._arrivals)
         by_priority = settings.policy == "priority"
+        is_background = message.priority >= BACKGROUND_PRIORITY >> 1
         request = Request(
             message=message,
-            rank=(message.priority, message.arrival_s, order) if by_priority else (0, 0.0, order),
+            rank=(message.priority, message.arrival_s, order) if by_priority else (int(is_background), 0.0, order),
+            is_background=is_background,
             domain=self._domain(message, order),
             # What is pooled has no next token, but ends as if after one.
             max_new_tokens=max(1, min(message.params.max_tokens, settings.max_model_len - len(message.token_ids))),
             held=list(range(1, message.params.n)),
         )
         self._requests[message.request_id] = request
+        self._num_background += is_background
         self._queue.came(request)
         self._enqueue(request, index=0)
         return None
@@ -177,6 +179,7 @@ class Scheduler:
         self._release_forks(request)
         if not request.sequences:
             del self._requests[request.message.request_id]
+            self._num_background -= request.is_background
             if not request.started:
                 self._queue.left(request)
 
@@ -194,12 +197,17 @@ class Scheduler:
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
         settings = self.settings
+        serves_background = self._num_background == 0 or self._turn_to_background()
         while True:
             draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
+            draft.serves_background = serves_background
             self._serve_decodes(draft)
             if len(self._queue) > 0 or draft.num_decodes < len(self._running):
                 draft.target_s = self._chunks.target_s(draft)
                 self._serve_prefills(draft)
+            if not draft.steps and not serves_background:
+                serves_background = True  # live requests wait, and nothing can be done for them now
+                continue
             if draft.steps or not draft.short_of_blocks:
                 break
             # Whoever runs waits for blocks that others hold: windows that moved on from blocks they shared.
@@ -212,9 +220,19 @@ class Scheduler:
         self._next_step += 1
         return plan
 
+    def _turn_to_background(self) -> bool:
+        """May background work be in this step? It makes room for a live request that the last one could not start."""
+        is_live = self._queue.is_live
+        if is_live and self._waiting_reason and self._running and self._running.last().request.is_background:
+            self._preempt(self._running.last())
+        return not (is_live or self._running.is_live) or self._background.is_due
+
     def _serve_decodes(self, draft: Draft) -> None:
         steps, num_pairs = draft.steps, 0
-        for seq in self._running.all():
+        running = self._running.all()
+        if not draft.serves_background:
+            running = [seq for seq in running if not seq.request.is_background]
+        for seq in running:
             num_tokens = seq.num_tokens
             if num_tokens - seq.num_planned_tokens != 1 or num_tokens >= seq.most_tokens:
                 continue
@@ -242,7 +260,7 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
         seq.forget_progress()
-        self._preemptions_total += 1
+        self._totals.preemptions += 1
         self._queue.add(seq)
 
     def _serve_prefills(self, draft: Draft) -> None:
@@ -257,6 +275,8 @@ class Scheduler:
             admitting = False
         while draft.room > 0:
             candidates = prefilling + (self._queue.admissible() if admitting else [])
+            if not draft.serves_background:
+                candidates = [seq for seq in candidates if not seq.request.is_background]
             if draft.scored_room == 0:
                 candidates = [seq for seq in candidates if not seq.request.scores]
             if not candidates:
@@ -306,22 +326,14 @@ class Scheduler:
 
     def _fetch(self, draft: Draft, seq: Sequence) -> int:
         """Fetch more of what lies in the host tier; how many tokens to compute behind it, one while there is more."""
-        self.kv_cache.extend(seq, self._most_loads(draft))
+        self.kv_cache.extend(seq, self._chunks.most_loads(draft, self.kv_cache.moves.load_s))
         return 1 if seq.fetching else max(1, self._chunk(draft, seq, seq.num_planned_tokens))
-
-    def _most_loads(self, draft: Draft) -> int:
-        """Blocks that the step may still fetch: any number, but while answers stream for as long as the target says."""
-        load_s = self.kv_cache.moves.load_s
-        if draft.num_decodes == 0 or not self.settings.enable_chunked_prefill:
-            return self.settings.num_host_blocks
-        most = FIRST_LOADS if load_s == 0.0 else max(1, int(self.settings.step_time_target_s / load_s))
-        return max(0, most - draft.num_loads)
 
     def _prefix(self, draft: Draft, seq: Sequence) -> Prefix:
         """What need not be computed: what the prefix cache holds, or the prompt if a sibling has it, the longer."""
         if seq.request.needs_every_row:
             return self.kv_cache.nothing
-        cached = self.kv_cache.cached_prefix(seq, self._most_loads(draft))
+        cached = self.kv_cache.cached_prefix(seq, self._chunks.most_loads(draft, self.kv_cache.moves.load_s))
         for sibling in seq.request.sequences.values():
             if sibling.state is SequenceState.RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
                 forked = self.kv_cache.forked_prefix(sibling)
@@ -343,9 +355,7 @@ class Scheduler:
             self._queue.left(request)
             if self.kv_cache.enable_prefix_caching:
                 num_loaded = len({place for _, place, _ in prefix.loads}) * self.settings.block_size
-                self._prefix_queries_total += request.num_prompt_tokens
-                self._prefix_hits_total += prefix.num_tokens - num_loaded
-                self._host_hits_total += num_loaded
+                self._totals.looked_up(request.num_prompt_tokens, prefix.num_tokens - num_loaded, num_loaded)
         partial = prefix.num_tokens // self.settings.block_size
         for source, table in zip(prefix.copy_from, seq.block_tables, strict=False):
             draft.block_copies.append((source, table[partial]))
@@ -377,6 +387,9 @@ class Scheduler:
     def update(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
         """Take in what a step gave. Only `plan.steps` counts, so a plan that was executed in parts is updated in
         parts. Raises RuntimeError if the result lacks a token the plan asked for."""
+        if self._num_background:
+            requests = [self._by_id[step.seq_id].request for step in plan.steps if step.seq_id in self._by_id]
+            self._background.step(requests, result.seconds)
         lost, size = result.lost, self.settings.block_size
         sampled = {entry.seq_id: entry for entry in result.sampled}
         scored = {entry.seq_id: entry.logprobs for entry in result.scored}
@@ -413,33 +426,17 @@ class Scheduler:
         self.step_time.observe(load, result.seconds)
         self._last_step = (plan.step, load.rows - num_decodes, num_decodes)
         if plan.saves or num_loaded:
-            moves, (all_saved, all_loaded) = self.kv_cache.moves, self._moved_total
-            moves.saved(len(plan.saves), result.saved_s)
-            moves.loaded(num_loaded, result.loaded_s)
-            self._moved_total = (all_saved + len(plan.saves), all_loaded + num_loaded)
+            self.kv_cache.moves.saved(len(plan.saves), result.saved_s)
+            self.kv_cache.moves.loaded(num_loaded, result.loaded_s)
+            self._totals.moved(len(plan.saves), num_loaded)
         return outputs
 
     def _accept(self, seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
-        request = seq.request
-        first = len(seq.token_ids) == seq.num_prompt_tokens
+        is_first = len(seq.token_ids) == seq.num_prompt_tokens
         accepted = accept_tokens(seq, sampled)
         if accepted.finish_reason is not None:
             self._end(seq)
-        return SequenceOutput(
-            request_id=request.message.request_id,
-            index=seq.index,
-            token_ids=list(sampled.token_ids[: accepted.num_tokens]),
-            logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
-            prompt_logprobs=prompt_logprobs,
-            pooled=sampled.pooled,
-            finish_reason=accepted.finish_reason,
-            stop_token_id=accepted.stop_token_id,
-            error=sampled.dead_end,
-            error_code="grammar_dead_end" if sampled.dead_end is not None else "engine_error",
-            num_cached_tokens=request.num_cached_tokens if first else 0,
-            queue_s=(seq.queue_s or 0.0) if first else 0.0,
-            num_preemptions=seq.num_preemptions,
-        )
+        return output_of(seq, sampled, accepted, prompt_logprobs, is_first=is_first)
 
     def fail(self, plan: Plan, message: str) -> list[SequenceOutput]:
         """The step raised: its sequences, and forks held back behind them, end with finish_reason "error".
@@ -454,21 +451,10 @@ class Scheduler:
             seq = self._by_id.get(step.seq_id)
             if seq is None:
                 continue
-            request = seq.request
-            indexes = [seq.index, *request.held]
-            request.held.clear()
+            indexes = [seq.index, *seq.request.held]
+            seq.request.held.clear()
             self._end(seq)
-            outputs += [
-                SequenceOutput(
-                    request_id=request.message.request_id,
-                    index=index,
-                    token_ids=[],
-                    finish_reason="error",
-                    error=message,
-                    num_preemptions=seq.num_preemptions,
-                )
-                for index in indexes
-            ]
+            outputs += [failed(seq, index, message) for index in indexes]
         return outputs
 
     # what others may know
@@ -476,7 +462,7 @@ class Scheduler:
     def stats(self, step_s: float) -> StepStats:
         """State after the last updated step, which took `step_s` seconds in all."""
         step, num_prefill_tokens, num_decode_tokens = self._last_step
-        tier = self.kv_cache.tier
+        tier, totals = self.kv_cache.tier, self._totals
         return StepStats(
             step=step,
             step_s=step_s,
@@ -490,12 +476,12 @@ class Scheduler:
             host_blocks_used=tier.num_used if tier is not None else 0,
             host_blocks_total=self.settings.num_host_blocks,
             num_swapped=sum(self.kv_cache.is_swapped(seq) for seq in self._queue) if tier is not None else 0,
-            prefix_queries_total=self._prefix_queries_total,
-            prefix_hits_total=self._prefix_hits_total,
-            host_hits_total=self._host_hits_total,
-            host_saved_total=self._moved_total[0],
-            host_loaded_total=self._moved_total[1],
-            preemptions_total=self._preemptions_total,
+            prefix_queries_total=totals.prefix_queries,
+            prefix_hits_total=totals.prefix_hits,
+            host_hits_total=totals.host_hits,
+            host_saved_total=totals.host_saved,
+            host_loaded_total=totals.host_loaded,
+            preemptions_total=totals.preemptions,
         )
 
     def reset_prefix_cache(self) -> int:

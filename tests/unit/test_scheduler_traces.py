@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.config.kv_blocks import KVBlocks
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler, SchedulerSettings
+from headrace.protocol.ipc import BACKGROUND_PRIORITY
 from tests.paged_oracle import Engine, expected_tokens
 
 traces = settings(
@@ -42,7 +43,7 @@ arrivals = st.builds(
         {
             "max_tokens": st.integers(1, 14),
             "n": st.sampled_from([1, 1, 1, 2, 4]),
-            "priority": st.integers(0, 2),
+            "priority": st.sampled_from([0, 1, 2, BACKGROUND_PRIORITY, BACKGROUND_PRIORITY + 1]),
             "arrival_s": st.integers(0, 9).map(float),
             "cache_salt": st.sampled_from([None, None, "a", "b"]),
             "stop_token_ids": st.sampled_from([(), (3, 4, 5), tuple(range(0, 50, 4))]),
