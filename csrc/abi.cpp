@@ -15,7 +15,7 @@ using namespace headrace;
 
 namespace {
 
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 struct Device {
   const Kernels* kernels;
@@ -86,4 +86,10 @@ HR_EXPORT void hr_run(Device* device, const Op* ops, int64_t count, const Step* 
   run_program(*device->kernels, &device->pool, ops, count, *step);
 }
 
-HR_EXPORT void hr_sample(Device* device, const SampleArgs* args) { device->kernels->sample(&device->pool, *args); }
+// How many rows are broken.
+HR_EXPORT int32_t hr_sample(Device* device, const SampleArgs* args) {
+  device->kernels->sample(&device->pool, *args);
+  int32_t broken = 0;
+  for (int64_t row = 0; row < args->rows; row++) broken += args->broken[row] != 0;
+  return broken;
+}

@@ -29,7 +29,8 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's flat batch of T tokens from S sequences, as host arrays.
+    """One step's flat batch of T tokens from S sequences, as host arrays, contiguous. The same object may come again
+    with other numbers in its arrays.
 
     Sequence s owns rows [query_start[s], query_start[s + 1]), which are the last rows of its `seq_lens[s]`
     tokens. Layers are in G groups (config/model.py), and a block holds keys and values of one group's layers:
@@ -71,7 +72,8 @@ class TokenLists:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How to choose one token in each of R rows. An optional part is None when no row needs it.
+    """How to choose one token in each of R rows. An optional part is None when no row needs it. The same object may
+    come again with other numbers in its arrays.
 
     Applied in this order to float32 logits: the mask, allowed tokens (a row that lists none allows all), forbidden
     tokens, repetition penalty (each token of `seen` once),

@@ -20,7 +20,7 @@ from headrace.kernels.int8_weights import GROUP_SIZE, quantises, to_int8
 from headrace.kernels.native import library
 from headrace.kernels.native.library import address, contiguous
 from headrace.kernels.native.program import Program, Recording, Symbol, record
-from headrace.kernels.native.sampling import sample
+from headrace.kernels.native.sampling import Sampler
 from headrace.kernels.ops import Batch, BatchHandle, Float32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.weight import Weight, to_float32
 
@@ -113,6 +113,7 @@ class NativeKernels:
         self.weight_bytes = 0
         self._library = library.load()
         self._device = _Device(self.variant, threads)
+        self._sample = Sampler(self._device.pointer)
         self._cache: _Cache | None = None
         self._recording: Recording | None = None
 
@@ -354,7 +355,7 @@ class NativeKernels:
 
     def sample(self, logits: Float32, rows: SamplingRows) -> SampledRows:
         """`logits` [rows, vocab]: what a captured forward gave."""
-        return sample(self._device.pointer, logits, rows)
+        return self._sample(logits, rows)
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PATH = Path(__file__).with_name("libheadrace.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 OP_KINDS = (
     "embed",
@@ -161,7 +161,7 @@ _PROTOTYPES: dict[str, tuple[Any, Sequence[Any]]] = {
     "hr_cache_read_block": (None, (c_void_p, c_int64, c_void_p)),
     "hr_cache_write_block": (None, (c_void_p, c_int64, c_void_p)),
     "hr_run": (None, (c_void_p, c_void_p, c_int64, POINTER(Step))),
-    "hr_sample": (None, (c_void_p, POINTER(SampleArgs))),
+    "hr_sample": (c_int32, (c_void_p, POINTER(SampleArgs))),
 }
 
 

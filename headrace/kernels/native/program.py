@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kernels.native import library
+from headrace.kernels.native.library import address
 from headrace.kernels.ops import Batch, Float32
 
 
@@ -105,36 +106,42 @@ class Program:
         self._capacity = [0, 0]
         self._arrays: list[Float32] = [np.empty((0, width), np.float32) for width in self._widths]
         self._buffers = (library.Buffer * len(self._widths))()
+        self._batch: Batch | None = None
+        self._cache: int | None = None
+        self._step: Any = None
+        self._rows: Float32 = self._arrays[self._output.buffer]
 
     def __call__(self, batch: Batch, cache: int | None, inputs: Sequence[Float32] = ()) -> Float32:
-        """The output's rows, in memory that the next call writes to again. `cache`: the KV cache's address."""
+        """The output's rows, in memory that the next call writes to again. `cache`: the KV cache's address.
+
+        A batch that is the same object as in the last call has the same arrays, whatever is in them by now."""
+        if batch is not self._batch or cache != self._cache:
+            self._prepare(batch, cache)
+        for place, values in zip(self._inputs, inputs, strict=True):
+            self._arrays[place][: len(values)] = values
+        self._library.hr_run(self._device, self._ops, len(self._ops), self._step)
+        return self._rows
+
+    def _prepare(self, batch: Batch, cache: int | None) -> None:
+        """The addresses of a batch's arrays, and the part of the output that is its."""
         rows, sample_rows = len(batch.token_ids), len(batch.sample_rows)
         self._make_room(rows, sample_rows)
-        for place, values in zip(self._inputs, inputs, strict=True):
-            self._arrays[place][:rows] = values
-        keep: list[NDArray[Any]] = []
-
-        def int32(values: NDArray[np.int32]) -> int:
-            array = np.ascontiguousarray(values, np.int32)
-            keep.append(array)
-            return array.ctypes.data
-
-        token_ids, positions = int32(batch.token_ids), int32(batch.positions)
-        query_start, seq_lens = int32(batch.query_start), int32(batch.seq_lens)
+        shared = [_int32(part) for part in (batch.token_ids, batch.positions, batch.query_start, batch.seq_lens)]
+        token_ids, positions, query_start, seq_lens = shared
         groups = (library.BatchView * len(batch.slot_mapping))(
             *(
                 library.BatchView(
-                    rows, len(batch.seq_lens), token_ids, positions, int32(slots), query_start, seq_lens,
-                    int32(tables), tables.shape[1],
+                    rows, len(batch.seq_lens), token_ids, positions, _int32(slots), query_start, seq_lens,
+                    _int32(tables), tables.shape[1],
                 )
                 for slots, tables in zip(batch.slot_mapping, batch.block_tables, strict=True)
             )
         )  # fmt: skip
-        step = library.Step(cache, groups, int32(batch.sample_rows), sample_rows, self._buffers)
-        self._library.hr_run(self._device, self._ops, len(self._ops), ctypes.byref(step))
+        step = library.Step(cache, groups, _int32(batch.sample_rows), sample_rows, self._buffers)
+        self._batch, self._cache, self._step = batch, cache, ctypes.byref(step)
         count = sample_rows if self._sampling[self._output.buffer] else rows
         output = self._output
-        return self._arrays[output.buffer][:count, output.column : output.column + output.width]
+        self._rows = self._arrays[output.buffer][:count, output.column : output.column + output.width]
 
     def _make_room(self, rows: int, sample_rows: int) -> None:
         for sampling, wanted in enumerate((rows, sample_rows)):
@@ -147,6 +154,11 @@ class Program:
                     self._arrays[index] = np.empty((self._capacity[sampling], width), np.float32)
                     self._buffers[index].data = self._arrays[index].ctypes.data
                     self._buffers[index].width = width
+
+
+def _int32(values: NDArray[np.int32]) -> int | None:
+    assert values.dtype == np.int32
+    return address(values)
 
 
 def record(
