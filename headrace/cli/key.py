@@ -26,6 +26,7 @@ headrace key show NAME               one key and what it used
 headrace key revoke NAME             end a key; every gateway refuses it within a second
 headrace key rotate NAME [--grace]   a new secret; the old one works for another day
 headrace key usage [NAME] [options]  requests, tokens and cost
+headrace key prompts NAME [options]  what a key's clients asked and were answered, where the key keeps it
 
 NAME is a key's name, its id, or its beginning as `list` shows it.
 
@@ -39,6 +40,7 @@ create:
   --concurrency N     requests at a time
   --budget AMOUNT     5/month, 0.50/day, 20/week, 100/total
   --allow-ip A,B      addresses or networks it may be used from (all)
+  --keep-prompts TIME keep prompts and answers so long: 7d, 12h (they are not kept)
 
 rotate:
   --grace TIME        how long the old secret still works (24h); 0 = it ends at once
@@ -46,6 +48,10 @@ rotate:
 usage:
   --days N            today and the days before it (30)
   --by A,B            key, model, upstream, day (key)
+
+prompts:
+  --last N            so many, the newest last (10)
+  --keep TIME         keep them so long from now on; off = no longer, and remove what is kept
 
 everywhere:
   --config FILE       take database and data directory from this configuration; else ./headrace.toml if it is there
@@ -68,9 +74,12 @@ CREATING = (
     Option("concurrency", "N", number=(1, LARGEST)),
     Option("budget", "AMOUNT"),
     Option("allow-ip", "A,B", many=True),
+    Option("keep-prompts", "TIME"),
 )
 ROTATING = (Option("grace", "TIME"),)
 ASKING = (Option("days", "N", number=(1, 36_500)), Option("by", "A,B", many=True))
+
+KEEPING = (Option("last", "N", number=(1, 100_000)), Option("keep", "TIME"))
 
 Options = dict[str, str]
 
@@ -159,6 +168,7 @@ def _create(store: KeyStore, options: Options) -> None:
         ),
         allowed_ips=key_values.words(options.get("allow-ip")),
         expires_at=key_values.expiry(options.get("expires"), store.now_s()),
+        prompts_kept_s=key_values.seconds(options["keep-prompts"]) if "keep-prompts" in options else None,
     )
     record, secret = store.create(request)
     _show_secret(record, secret, f"Made the key {record.name}", options, store.now_s())
@@ -205,6 +215,8 @@ def _show(store: KeyStore, options: Options) -> None:
     lines += [("tags", tags), ("plan", plan), ("models", models), ("limits", limits)]
     lines += [("addresses", ", ".join(record.allowed_ips) or "all"), ("made", shown_date(record.created_at))]
     lines += [("expires", expires)]
+    if record.prompts_kept_s is not None:
+        lines.append(("prompts", f"kept for {record.prompts_kept_s / 86_400:g} days"))
     if record.revoked_at is not None:
         lines.append(("revoked", shown_date(record.revoked_at)))
     used_text = "nothing"
@@ -259,6 +271,34 @@ def _usage(store: KeyStore, options: Options) -> None:
         print(f"\nThe tokens of {estimated:,} requests are estimated: their upstream gave none.")
 
 
+def _prompts(store: KeyStore, options: Options) -> None:
+    from msgspec import structs
+
+    from headrace.cli import key_values
+    from headrace.gateway.prompt_log import PromptLog
+    from headrace.protocol.access_errors import shown_date
+
+    log = PromptLog(store.database, now_s=store.now_s)
+    if "keep" in options:
+        is_off = options["keep"] == "off"
+        record = store.keep_prompts(options["0"], None if is_off else key_values.seconds(options["keep"]))
+        if is_off:
+            log.forget(record.id)
+        kept = "no longer kept, and removed" if is_off else f"kept for {options['keep']} from now on"
+        print(f"Prompts and answers of the key {record.name} are {kept}.")
+        return
+    record = store.find(options["0"])
+    found = log.latest(record.id, int(options.get("last", "10")))
+    if "json" in options:
+        _print_json([{**structs.asdict(each), "time": _time(each.time_s)} for each in found])
+        return
+    if not found and record.prompts_kept_s is None:
+        print(f"The key {record.name} keeps no prompts. headrace key prompts {record.name} --keep 7d begins to.")
+    for each in found:
+        print(f"{shown_date(each.time_s)}  {each.endpoint}  {each.model}  {each.status} {each.outcome}")
+        print(f"{each.request}\n\n{each.answer}\n")
+
+
 def _show_secret(record: KeyRecord, secret: str, done: str, options: Options, now_s: float) -> None:
     if "json" in options:
         _print_json({**_as_json(record, now_s), "key": secret})
@@ -310,6 +350,7 @@ def _as_json(record: KeyRecord, now_s: float) -> dict[str, object]:
         "allowed_ips": list(record.allowed_ips),
         "created_at": _time(record.created_at),
         "expires_at": _time(record.expires_at),
+        "prompts_kept_s": record.prompts_kept_s,
         "revoked_at": _time(record.revoked_at),
     }
 
@@ -333,5 +374,6 @@ ACTIONS: dict[str, tuple[Callable[[KeyStore, Options], None], tuple[Option, ...]
     "revoke": (_revoke, (), True),
     "rotate": (_rotate, ROTATING, True),
     "usage": (_usage, ASKING, False),
+    "prompts": (_prompts, KEEPING, True),
 }
 """Each with its own options and whether it needs a key's name."""

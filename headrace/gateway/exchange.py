@@ -153,6 +153,23 @@ class Exchange:
         await self._start(status, [*answer_headers, *length])
         await self._send({"type": "http.response.body", "body": body})
 
+    def overhear(self, note: Callable[[bytes], None]) -> None:
+        """`note` gets each piece of the answer's body as well."""
+        send, write_now = self._send, self._write_now
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                note(message.get("body", b""))
+            await send(message)
+
+        def write_noted(piece: bytes) -> bool:
+            if not write_now(piece):
+                return False
+            note(piece)
+            return True
+
+        self._send, self._write_now = send_noted, write_noted
+
     async def answer_error(self, error: ApiError) -> None:
         """As a status with a body, or inside the stream that has begun."""
         if self.status is not None:

@@ -14,6 +14,7 @@ from headrace.gateway.exchange import ClientGone, Exchange
 from headrace.gateway.keys import KeyRecord
 from headrace.gateway.limits import Lease
 from headrace.gateway.paths import Place
+from headrace.gateway.prompt_log import Transcript
 from headrace.gateway.request import Request, read
 from headrace.gateway.route import Route, decide
 from headrace.gateway.snapshot import Plan, Snapshot
@@ -42,6 +43,10 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     )
     rate_headers = lease.headers()
     attempts = Attempts(state, snapshot, exchange, request, route, plan, rate_headers)
+    transcript = None
+    if record.prompts_kept_s is not None:
+        transcript = Transcript()
+        exchange.overhear(transcript.add)
     try:
         with exchange.leaving():
             await attempts.run()
@@ -54,7 +59,7 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
             error.headers = {n: v for n, v in error.headers.items() if not n.startswith(("x-ratelimit", "anthropic-r"))}
         await exchange.answer_error(error)
     finally:
-        _settle(state, exchange, request, record, lease, attempts)
+        _settle(state, exchange, request, record, lease, attempts, transcript)
 
 
 def plan_of(snapshot: Snapshot, record: KeyRecord) -> Plan | None:
@@ -89,13 +94,21 @@ def _estimated_micros(route: Route, request: Request) -> int:
 
 
 def _settle(
-    state: GatewayState, exchange: Exchange, request: Request, record: KeyRecord, lease: Lease, attempts: Attempts
+    state: GatewayState,
+    exchange: Exchange,
+    request: Request,
+    record: KeyRecord,
+    lease: Lease,
+    attempts: Attempts,
+    transcript: Transcript | None,
 ) -> None:
     progress = attempts.progress
     try:
         event = progress.event(exchange, request, record)
         lease.settle(event.input_tokens + event.output_tokens, event.cost_micros)
         state.usage.append(event)
+        if transcript is not None and record.prompts_kept_s is not None:
+            state.prompts.append(transcript.kept(event, record.prompts_kept_s, request.body))
         state.metrics.finished(event, record.tags[0] if record.tags else "")
         logs.log_request(
             logs.request_fields(

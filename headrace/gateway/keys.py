@@ -28,6 +28,7 @@ VERSION = "keys"
 DEFAULT_GRACE_S = 24 * 3600.0
 WARNING_S = 7 * 24 * 3600.0
 MAX_NAME_CHARS = 100
+MAX_KEPT_S = 10 * 366 * 24 * 3600.0
 FIRST_KEY_NAME = "first"
 NO_LIMITS = Limits()
 
@@ -56,6 +57,8 @@ class KeyRecord:
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    prompts_kept_s: float | None = None
+    """How long its prompts and answers are kept; None = they are not."""
     secret_valid_until: float | None = None
     """Set for a secret that a rotation has replaced: it works until then."""
     networks: tuple[Network, ...] = field(default=(), repr=False, compare=False)
@@ -92,6 +95,7 @@ class KeyRequest:
     limits: Limits = NO_LIMITS
     allowed_ips: tuple[str, ...] = ()
     expires_at: float | None = None
+    prompts_kept_s: float | None = None
 
     def checked(self, now_s: float) -> KeyRequest:
         """The request with addresses in their usual form. Raises KeyMistake."""
@@ -100,6 +104,8 @@ class KeyRequest:
             raise KeyMistake(f"A key's name has 1 to {MAX_NAME_CHARS} printable characters; name it by its purpose.")
         if self.expires_at is not None and self.expires_at <= now_s:
             raise KeyMistake("The expiry lies in the past.")
+        if self.prompts_kept_s is not None and not 0 < self.prompts_kept_s <= MAX_KEPT_S:
+            raise KeyMistake("Prompts are kept for more than no time and at most ten years.")
         limits = self.limits
         for label, value in (("rpm", limits.rpm), ("tpm", limits.tpm), ("concurrency", limits.concurrency)):
             if value is not None and value < 1:
@@ -186,6 +192,16 @@ class KeyStore:
             self.database.bump(connection, VERSION)
         prefix, last4 = key_secrets.shown_prefix(secret), key_secrets.last_four(secret)
         return replace(record, secret_valid_until=None, prefix=prefix, last4=last4), secret
+
+    def keep_prompts(self, name: str, kept_s: float | None) -> KeyRecord:
+        """Keep the key's prompts and answers from now on for so long; None = no longer. Raises KeyMistake."""
+        keys = tables.keys
+        with self.database.write() as connection:
+            record = _one(self._list(connection), name)
+            KeyRequest(name=record.name, prompts_kept_s=kept_s).checked(self.now_s())
+            connection.execute(update(keys).where(keys.c.id == record.id).values(prompts_kept_s=kept_s))
+            self.database.bump(connection, VERSION)
+        return replace(record, prompts_kept_s=kept_s)
 
     def change(self, name: str, request: KeyRequest) -> KeyRecord:
         """Give the key other rights; its secret stays. Raises KeyMistake."""
@@ -279,6 +295,7 @@ def _record(row: Row[Any]) -> KeyRecord:
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
+        prompts_kept_s=row.prompts_kept_s,
         secret_valid_until=row.valid_until,
         networks=tuple(network(address) for address in allowed),
     )
@@ -298,6 +315,7 @@ def _columns(request: KeyRequest) -> dict[str, object]:
         "budget_period": limits.budget_period,
         "allowed_ips": json.dumps(request.allowed_ips),
         "expires_at": request.expires_at,
+        "prompts_kept_s": request.prompts_kept_s,
     }
 
 

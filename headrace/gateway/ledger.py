@@ -13,6 +13,7 @@ from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.key_secrets import check_pepper, load_pepper
 from headrace.gateway.keys import KeyStore
 from headrace.gateway.limits import Limiter
+from headrace.gateway.prompt_log import PromptLog
 from headrace.gateway.storage.database import Database, open_database, prepare_data_dir
 from headrace.gateway.usage import UsageWriter
 from headrace.gateway.usage_queries import spending
@@ -31,6 +32,7 @@ class Ledger:
     keys: KeyIndex
     limiter: Limiter
     usage: UsageWriter
+    prompts: PromptLog
 
     def close(self) -> None:
         """Write what is left. Blocks."""
@@ -62,9 +64,12 @@ def open_ledger(
     """Open all of it, and follow changes of keys from now on. Blocks for some milliseconds. Raises ConfigError."""
     store = open_store(database_url, data_dir)
     database, folder = store.database, prepare_data_dir(data_dir)
-    usage = UsageWriter(database, folder / JOURNAL_FOLDER, retention_days=retention_days)
+    prompts = PromptLog(database)
+    usage = UsageWriter(database, folder / JOURNAL_FOLDER, retention_days=retention_days, prompts=prompts)
     keys = KeyIndex(store, page=page)
     keys.start()
     limiter = Limiter(spending(database, time.time()))
     usage.report_spending(limiter.spent_elsewhere)
-    return Ledger(database=database, data_dir=folder, store=store, keys=keys, limiter=limiter, usage=usage)
+    return Ledger(
+        database=database, data_dir=folder, store=store, keys=keys, limiter=limiter, usage=usage, prompts=prompts
+    )

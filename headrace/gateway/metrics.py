@@ -109,6 +109,7 @@ class GatewayMetrics:
         self.usage_waiting: Callable[[], int] = int
         """Usage rows that are not in the database yet."""
         self.log_lines_dropped: Callable[[], int] = int
+        self.prompts_dropped: Callable[[], int] = int
         self._models: set[str] = set()
         self._requests: defaultdict[tuple[str, ...], int] = defaultdict(int)
         self._served: dict[tuple[str, str, str], _Served] = {}
@@ -172,6 +173,11 @@ class GatewayMetrics:
         )
         yield CounterMetricFamily(
             PREFIX + "config_failures", "Changed configurations that were refused.", value=self.config_failures
+        )
+        yield CounterMetricFamily(
+            PREFIX + "prompts_dropped",
+            "Prompts that a key keeps and that could not be written.",
+            value=self.prompts_dropped(),
         )
         yield CounterMetricFamily(
             PREFIX + "log_lines_dropped", "Log lines that could not be written.", value=self.log_lines_dropped()

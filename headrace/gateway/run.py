@@ -178,11 +178,17 @@ def make_state(snapshot: Snapshot, ledger: Ledger, log: GatewayLog | None = None
     """The state over an open ledger, with the gauges of /metrics connected. Must run on the loop that serves."""
     metrics = GatewayMetrics()
     state = GatewayState(
-        snapshot=snapshot, keys=ledger.keys, limiter=ledger.limiter, usage=ledger.usage, metrics=metrics
+        snapshot=snapshot,
+        keys=ledger.keys,
+        limiter=ledger.limiter,
+        usage=ledger.usage,
+        metrics=metrics,
+        prompts=ledger.prompts,
     )
     metrics.config_generation = snapshot.generation
     metrics.breakers = lambda: breaker_states(state)
     metrics.usage_waiting = lambda: ledger.usage.waiting
+    metrics.prompts_dropped = lambda: ledger.prompts.num_dropped
     if log is not None:
         metrics.log_lines_dropped = lambda: log.num_dropped
     return state

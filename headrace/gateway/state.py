@@ -16,6 +16,7 @@ from headrace.gateway.breaker import Breakers
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.limits import Limiter
 from headrace.gateway.metrics import GatewayMetrics
+from headrace.gateway.prompt_log import PromptLog
 from headrace.gateway.snapshot import Snapshot
 from headrace.gateway.upstream_client import UpstreamClients
 
@@ -33,6 +34,7 @@ class GatewayState:
     limiter: Limiter
     usage: UsageSink
     metrics: GatewayMetrics
+    prompts: PromptLog
     clients: UpstreamClients = field(default_factory=UpstreamClients)
     breakers: Breakers = field(default_factory=Breakers)
     balancer: Balancer = field(default_factory=Balancer)

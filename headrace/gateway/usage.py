@@ -21,6 +21,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from headrace.gateway.journal import Journal, replay
+from headrace.gateway.prompt_log import PromptLog
 from headrace.gateway.spent_elsewhere import Report, SpentElsewhere
 from headrace.gateway.storage.database import Database
 from headrace.gateway.usage_event import Outcome, UsageEvent, cost_micros
@@ -53,6 +54,7 @@ class UsageWriter:
         journal_dir: Path,
         *,
         retention_days: int | None = None,
+        prompts: PromptLog | None = None,
         interval_s: float = INTERVAL_S,
         batch_events: int = BATCH_EVENTS,
         queue_events: int = QUEUE_EVENTS,
@@ -64,6 +66,7 @@ class UsageWriter:
         """Why the database does not take usage now; None = it does."""
         self._database = database
         self._retention_days = retention_days
+        self._prompts = prompts
         self._interval_s = interval_s
         self._batch_events = batch_events
         self._queue_events = queue_events
@@ -143,6 +146,8 @@ class UsageWriter:
             while self._queue:
                 with self._writing:
                     self._write(self._taken(self._batch_events))
+            if self._prompts is not None:
+                self._prompts.work()
             if closing:
                 return
             self._recover()
@@ -237,9 +242,13 @@ class UsageWriter:
             self._failed(error)
 
     def _prune(self) -> None:
-        if self._retention_days is None or time.monotonic() - self._pruned_at < PRUNE_INTERVAL_S:
+        if time.monotonic() - self._pruned_at < PRUNE_INTERVAL_S:
             return
         self._pruned_at = time.monotonic()
+        if self._prompts is not None:
+            self._prompts.prune()
+        if self._retention_days is None:
+            return
         try:
             prune(self._database, self._now_s() - self._retention_days * DAY_S)
         except SQLAlchemyError as error:

@@ -241,7 +241,12 @@ def threaded_gateway(folder: Path, config: str, *, suffix: str = ".json") -> Ite
     ledger = open_ledger(None, folder / "data")
     usage = RecordedUsage(ledger.usage)
     state = GatewayState(
-        snapshot=snapshot, keys=ledger.keys, limiter=ledger.limiter, usage=usage, metrics=GatewayMetrics()
+        snapshot=snapshot,
+        keys=ledger.keys,
+        limiter=ledger.limiter,
+        usage=usage,
+        metrics=GatewayMetrics(),
+        prompts=ledger.prompts,
     )
     secret = ledger.store.create(KeyRequest(name="test"))[1]
     ledger.keys.reload()

@@ -29,6 +29,7 @@ keys = Table(
     Column("created_at", Float(53), nullable=False),
     Column("expires_at", Float(53)),
     Column("revoked_at", Float(53)),
+    Column("prompts_kept_s", Float(53)),  # NULL = prompts and answers are not kept
     # Two keys in use never share a name; a revoked key's name is free again.
     Index(
         "keys_name_in_use",
@@ -111,6 +112,23 @@ replayed_journals = Table(
     metadata,
     Column("name", Text, primary_key=True),  # written with the journal's rows: no journal is counted twice
     Column("replayed_at", Float(53), nullable=False),
+)
+
+kept_prompts = Table(
+    "kept_prompts",
+    metadata,
+    Column("id", ROW_ID, primary_key=True, autoincrement=True),
+    Column("key_id", Text, nullable=False, index=True),
+    Column("time_s", Float(53), nullable=False),
+    Column("ends_at", Float(53), nullable=False, index=True),  # the row is removed then
+    Column("request_id", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("upstream", Text, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("request", Text, nullable=False),
+    Column("answer", Text, nullable=False),
 )
 
 made_objects = Table(

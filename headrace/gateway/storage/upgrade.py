@@ -13,7 +13,7 @@ from sqlalchemy import Column, Connection, MetaData, PrimaryKeyConstraint, Strin
 from headrace.config.errors import ConfigError
 from headrace.gateway.storage import tables
 
-NEWEST = "0003"
+NEWEST = "0004"
 """The last file in migrations/versions; a test compares the two."""
 
 _LOCK_ID = 0x4865616472616365
