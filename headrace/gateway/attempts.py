@@ -26,6 +26,7 @@ from headrace.gateway.request import Request, call_for
 from headrace.gateway.route import Attempt, Route
 from headrace.gateway.snapshot import Plan, Snapshot
 from headrace.gateway.state import GatewayState
+from headrace.gateway.traces import Trace
 from headrace.gateway.upstream_client import UpstreamAnswer
 from headrace.gateway.upstream_errors import UpstreamFailure
 from headrace.protocol.errors import ApiError, gateway_draining
@@ -70,6 +71,9 @@ class Attempts:
         self.plan = plan
         self.progress = Progress(route)
         self._rate_headers = rate_headers
+        self.trace: Trace | None = None
+        if state.tracer is not None:
+            self.trace = state.tracer.begin(exchange.headers.get(b"traceparent"))
         self._continues = snapshot.continues_streams and request.stream and may_continue(request)
         self._broken: _Broken | None = None
 
@@ -221,15 +225,19 @@ class Attempts:
                 raise UpstreamFailure(upstream_errors.cannot_go_on(upstream), counts=False)
             call = continuation
         client = state.clients.of(upstream)
+        sent_headers = call.headers
+        if self.trace is not None:
+            sent_headers = {**sent_headers, b"traceparent": self.trace.attempt(upstream.name, attempt.model)}
         url = client.url(call.path, replica)
         if self.request.query and call.translation is None:
             url += "?" + self.request.query.decode("latin-1")
         delivery: Delivery | None = None
         answer: UpstreamAnswer | None = None
+        failed: str | None = None
         progress.reached = True
         try:
             with Deadline(upstream, self.exchange, stream=self.request.stream) as deadline:
-                answer = await client.send("POST", url, call.headers, call.body)
+                answer = await client.send("POST", url, sent_headers, call.body)
                 if not 200 <= answer.status < 300:
                     body = await answer.read_error()
                     if answer.status in (404, 405, 501) and self._has_no_responses(call.path, upstream.name, body):
@@ -245,6 +253,7 @@ class Attempts:
                 await delivery.deliver(answer)
                 return None
         except UpstreamFailure as failure:
+            failed = failure.error.code or str(failure.error.status)
             if delivery is not None and delivery.committed:
                 said = delivery.said() if failure.falls_back and not deadline.is_over else None
                 if said is not None:
@@ -263,6 +272,8 @@ class Attempts:
             await delivery.break_off(ending)
             return ending
         finally:
+            if self.trace is not None:
+                self.trace.ended(failed)
             if answer is not None:
                 if progress.watch is not None and progress.watch.ended and not self.exchange.client_left:
                     answer.finish()

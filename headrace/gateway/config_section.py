@@ -145,12 +145,15 @@ class Section:
         return None
 
     def seconds(self, name: str, low: float = 0.001, high: float = 86400.0) -> float | None:
+        return self.number(name, low, high, " seconds")
+
+    def number(self, name: str, low: float, high: float, unit: str = "") -> float | None:
         value = self._number(name)
         if value is None:
             return None
         if low <= value <= high:
             return float(value)
-        self.complain(name, f"must be {low:g} to {high:g} seconds, but it is {shown(self.table[name])}.")
+        self.complain(name, f"must be {low:g} to {high:g}{unit}, but it is {shown(self.table[name])}.")
         return None
 
     def money(self, name: str) -> int | None:

@@ -43,7 +43,7 @@ def read_upstream(section: Section, name: str, default_url: str | None = None) -
     api_key = read_secret(section, "api_key")
     dialect: Dialect = "anthropic" if section.choice("dialect", ("openai", "anthropic")) == "anthropic" else "openai"
     timeouts = _timeouts(section)
-    headers = _headers(section)
+    headers = read_headers(section)
     path_prefix, chat_path = _path(section, "path_prefix"), _path(section, "chat_path")
     health_path = _path(section, "health_path")
     retries = section.integer("max_retries", 0, 10)
@@ -174,7 +174,8 @@ def _timeouts(section: Section) -> Timeouts:
     return Timeouts(connect_s=connect, first_token_s=first, idle_s=idle, total_s=total)
 
 
-def _headers(section: Section) -> tuple[tuple[str, str], ...]:
+def read_headers(section: Section) -> tuple[tuple[str, str], ...]:
+    """`headers`: sent with every request."""
     table = section.section("headers")
     if table is None:
         return ()

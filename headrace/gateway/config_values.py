@@ -8,8 +8,9 @@ from decimal import Decimal
 from typing import Any, cast
 
 from headrace.gateway.config_section import Section, shown
+from headrace.gateway.config_upstreams import read_address, read_headers
 from headrace.gateway.presets import FIELDS, SAME_FIELD
-from headrace.gateway.snapshot import EMPTY, Admin, Limits, Listen, Period, Plan, Price
+from headrace.gateway.snapshot import EMPTY, Admin, Limits, Listen, Period, Plan, Price, Tracing
 from headrace.protocol.errors import nearest
 
 BUILT_IN_PLANS: Mapping[str, Plan] = {
@@ -152,6 +153,26 @@ _LIMIT_FIELDS = (
 )
 
 
+def _read_tracing(section: Section | None) -> Tracing | None:
+    """`[server.traces]`; None where it is missing or wrong."""
+    if section is None:
+        return None
+    base = Tracing(endpoint="")
+    text = section.text("endpoint")
+    if text is None and "endpoint" not in section:
+        section.complain(None, 'has no endpoint; name a collector such as endpoint = "http://127.0.0.1:4318".')
+    endpoint = None if text is None else read_address(section, "endpoint", text.removesuffix("/v1/traces"))
+    sample = section.number("sample", 0, 1)
+    name = section.text("service_name") or base.service_name
+    headers = read_headers(section)
+    section.finish()
+    if endpoint is None:
+        return None
+    return Tracing(
+        endpoint=endpoint, sample=base.sample if sample is None else sample, service_name=name, headers=headers
+    )
+
+
 def read_listen(section: Section | None) -> Listen:
     """The `[server]` section."""
     base = Listen()
@@ -163,6 +184,7 @@ def read_listen(section: Section | None) -> Listen:
     proxies = admin.names("trusted_proxies") if admin else None
     if admin is not None:
         admin.finish()
+    traces = _read_tracing(section.section("traces"))
     hold_back = section.seconds("hold_back_s", 0)
     drain = section.seconds("drain_s", 0)
     listen = Listen(
@@ -177,6 +199,7 @@ def read_listen(section: Section | None) -> Listen:
         allowed_origins=section.names("allowed_origins") or (),
         drain_s=base.drain_s if drain is None else drain,
         retention_days=section.integer("retention_days"),
+        traces=traces,
         admin=Admin(enabled=True if enabled is None else enabled, trusted_proxies=proxies or ()),
     )
     section.finish()

@@ -107,6 +107,8 @@ def _settle(
         event = progress.event(exchange, request, record)
         lease.settle(event.input_tokens + event.output_tokens, event.cost_micros)
         state.usage.append(event)
+        if attempts.trace is not None and state.tracer is not None:
+            state.tracer.take(attempts.trace.spans(event, request.path))
         if transcript is not None and record.prompts_kept_s is not None:
             state.prompts.append(transcript.kept(event, record.prompts_kept_s, request.body))
         state.metrics.finished(event, record.tags[0] if record.tags else "")
@@ -119,6 +121,7 @@ def _settle(
                 status=event.status,
                 client=exchange.client_ip,
                 traceparent=_text(exchange.headers.get(b"traceparent")),
+                trace_id=attempts.trace.trace_id if attempts.trace is not None else None,
                 model=event.model,
                 upstream=event.upstream or None,
                 upstream_model=event.upstream_model or None,

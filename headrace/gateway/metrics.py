@@ -110,6 +110,7 @@ class GatewayMetrics:
         """Usage rows that are not in the database yet."""
         self.log_lines_dropped: Callable[[], int] = int
         self.prompts_dropped: Callable[[], int] = int
+        self.spans_dropped: Callable[[], int] = int
         self._models: set[str] = set()
         self._requests: defaultdict[tuple[str, ...], int] = defaultdict(int)
         self._served: dict[tuple[str, str, str], _Served] = {}
@@ -178,6 +179,9 @@ class GatewayMetrics:
             PREFIX + "prompts_dropped",
             "Prompts that a key keeps and that could not be written.",
             value=self.prompts_dropped(),
+        )
+        yield CounterMetricFamily(
+            PREFIX + "spans_dropped", "Spans that the trace collector did not take.", value=self.spans_dropped()
         )
         yield CounterMetricFamily(
             PREFIX + "log_lines_dropped", "Log lines that could not be written.", value=self.log_lines_dropped()

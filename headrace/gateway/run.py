@@ -34,6 +34,7 @@ from headrace.gateway.route import default_model
 from headrace.gateway.snapshot import Listen, Snapshot
 from headrace.gateway.state import GatewayState
 from headrace.gateway.storage.database import DEFAULT_DATA_DIR
+from headrace.gateway.traces import Tracer
 from headrace.protocol.access_errors import API_KEYS_PAGE
 from headrace.protocol.http_listener import CannotListen, listen
 from headrace.protocol.http_server import LAST_BYTES_S, http_server
@@ -94,9 +95,11 @@ def open_ledger_at(at: Listen) -> Ledger:
 
 
 def secrets_of(snapshot: Snapshot) -> list[str]:
-    """What must never be in a log line: the upstreams' keys and extra headers."""
+    """What must never be in a log line: the upstreams' keys and extra headers, and those of the trace collector."""
     secrets = [upstream.api_key for upstream in snapshot.upstreams.values() if upstream.api_key]
     headers = [value for upstream in snapshot.upstreams.values() for _, value in upstream.headers]
+    if snapshot.listen.traces is not None:
+        headers += [value for _, value in snapshot.listen.traces.headers]
     return [secret for secret in [*secrets, *headers] if len(secret) > 7]
 
 
@@ -162,6 +165,8 @@ async def serve(
     state.spawn(reloader.run())
     state.spawn(check_health(state))
     state.spawn(follow_loads(state))
+    if state.tracer is not None:
+        state.spawn(state.tracer.run())
     server = http_server(create_app(state, pages(state, ledger) if pages else None), proxy_headers=False)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     waiting = asyncio.create_task(came.wait())
@@ -185,6 +190,10 @@ def make_state(snapshot: Snapshot, ledger: Ledger, log: GatewayLog | None = None
         metrics=metrics,
         prompts=ledger.prompts,
     )
+    tracing = snapshot.listen.traces
+    if tracing is not None:
+        tracer = state.tracer = Tracer(tracing)
+        metrics.spans_dropped = lambda: tracer.num_dropped
     metrics.config_generation = snapshot.generation
     metrics.breakers = lambda: breaker_states(state)
     metrics.usage_waiting = lambda: ledger.usage.waiting

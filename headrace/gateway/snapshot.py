@@ -218,6 +218,18 @@ class Admin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tracing:
+    """`[server.traces]`: where spans of requests go."""
+
+    endpoint: str
+    """Of an OpenTelemetry collector that takes OTLP over HTTP, without /v1/traces."""
+    sample: float = 1.0
+    """Share of the requests that come without a `traceparent`."""
+    service_name: str = "headrace-gateway"
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
     """The `[server]` section: not hot, a change of it needs a restart."""
 
@@ -237,6 +249,7 @@ class Listen:
     """How long running requests are waited for at the end."""
     retention_days: int | None = None
     """Older rows of single requests are removed, their daily sums stay; None = all are kept."""
+    traces: Tracing | None = None
     admin: Admin = Admin()
 
 

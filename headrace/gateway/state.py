@@ -18,6 +18,7 @@ from headrace.gateway.limits import Limiter
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.prompt_log import PromptLog
 from headrace.gateway.snapshot import Snapshot
+from headrace.gateway.traces import Tracer
 from headrace.gateway.upstream_client import UpstreamClients
 
 
@@ -42,6 +43,8 @@ class GatewayState:
     """Upstreams that turned out to have no /responses; requests to them are translated."""
     without_count_tokens: set[str] = field(default_factory=set)
     """Upstreams that turned out to count no tokens; the gateway estimates for them."""
+    tracer: Tracer | None = None
+    """None = nothing is traced."""
     reload_error: str | None = None
     """Why the newest configuration is not in force; None = it is."""
     is_draining: bool = False
