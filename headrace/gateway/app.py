@@ -116,9 +116,11 @@ class App:
         address = exchange.client_ip
         for hop in [*reversed([hop.strip() for hop in hops if hop.strip()]), ""]:
             try:
-                ip = ipaddress.ip_address(address)
+                ip = ipaddress.ip_address(address.partition("%")[0])
             except ValueError:
                 return address
+            if isinstance(ip, ipaddress.IPv6Address):
+                ip = ip.ipv4_mapped or ip
             if not hop or not any(ip in network for network in self._proxies[1]):
                 return address
             address = hop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
@@ -182,6 +183,12 @@ def read_listen(section: Section | None) -> Listen:
     admin = section.section("admin")
     enabled = admin.flag("enabled") if admin else None
     proxies = admin.names("trusted_proxies") if admin else None
+    for proxy in proxies or ():
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError:
+            assert admin is not None
+            admin.complain("trusted_proxies", f'names "{proxy}", which is no address such as 10.0.0.1 or 10.0.0.0/8.')
     if admin is not None:
         admin.finish()
     traces = _read_tracing(section.section("traces"))

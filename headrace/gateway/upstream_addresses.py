@@ -18,6 +18,12 @@ METADATA = frozenset(
 )
 """Where clouds hand out credentials: refused for every upstream, whoever registered it."""
 
+IPV4_PREFIXES = frozenset(
+    ipaddress.ip_address(text).packed[:12]
+    for text in ("::ffff:0:0", "::", "64:ff9b::")  # mapped, compatible, NAT64
+)
+LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -25,14 +31,21 @@ class BlockedAddress(OSError):
     """The upstream's name leads to an address that it may not use."""
 
 
+def embedded(ip: ipaddress.IPv6Address) -> Address:
+    """The IPv4 address that an IPv6 address stands for, where it is of a kind that does."""
+    if ip.packed[:12] in IPV4_PREFIXES and not (ip.is_loopback or ip.is_unspecified):
+        return ipaddress.IPv4Address(ip.packed[12:])
+    return ip.sixtofour or ip
+
+
 def refusal(address: str, *, trusted: bool) -> str | None:
     """Why an upstream must not connect to this address, None where it may."""
     ip: Address = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip.sixtofour or ip
+        ip = embedded(ip)
     if ip in METADATA:
         return f"{ip} is a cloud's metadata address"
-    if not trusted and (not ip.is_global or ip.is_multicast):
+    if not trusted and (not ip.is_global or ip.is_multicast or ip in LOCAL_NAT64):
         return f"{ip} is not a public address; name the upstream in the configuration file to allow it"
     return None
 

@@ -251,7 +251,14 @@ def threaded_gateway(folder: Path, config: str, *, suffix: str = ".json") -> Ite
     secret = ledger.store.create(KeyRequest(name="test"))[1]
     ledger.keys.reload()
     server = uvicorn.Server(
-        uvicorn.Config(create_app(state), http=Connection, lifespan="off", access_log=False, log_level="warning")
+        uvicorn.Config(
+            create_app(state),
+            http=Connection,
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            proxy_headers=False,
+        )
     )
 
     async def serve() -> None:

@@ -17,7 +17,8 @@ from tests.gateway.fake_upstream import FakeUpstream
     "address",
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.1.1", "0.0.0.0", "100.64.0.1", "::1", "fe80::1",
-        "fc00::1", "::ffff:10.0.0.1", "::ffff:127.0.0.1", "2002:7f00:1::", "224.0.0.1", "fe80::1%eth0",
+        "fc00::1", "::ffff:10.0.0.1", "::ffff:127.0.0.1", "2002:7f00:1::", "224.0.0.1", "fe80::1%eth0", "::",
+        "64:ff9b::10.0.0.1", "64:ff9b:1::8.8.8.8", "::10.0.0.1", "2001:0:1::1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_for_upstreams_of_the_file(address: str) -> None:
@@ -25,13 +26,20 @@ def test_private_addresses_are_for_upstreams_of_the_file(address: str) -> None:
     assert refusal(address, trusted=True) is None
 
 
-@pytest.mark.parametrize("address", ["169.254.169.254", "::ffff:169.254.169.254", "fd00:ec2::254", "100.100.100.200"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254", "::ffff:169.254.169.254", "64:ff9b::169.254.169.254", "::169.254.169.254",
+        "2002:a9fe:a9fe::1",
+        "fd00:ec2::254", "100.100.100.200",
+    ],
+)  # fmt: skip
 def test_metadata_is_for_nobody(address: str) -> None:
     assert refusal(address, trusted=False) is not None
     assert refusal(address, trusted=True) is not None
 
 
-@pytest.mark.parametrize("address", ["1.1.1.1", "8.8.8.8", "2606:4700:4700::1111"])
+@pytest.mark.parametrize("address", ["1.1.1.1", "8.8.8.8", "2606:4700:4700::1111", "64:ff9b::8.8.8.8"])
 def test_public_addresses_are_for_all(address: str) -> None:
     assert refusal(address, trusted=False) is None
 

@@ -8,10 +8,13 @@ import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.gateway.config_load import InvalidConfig, load_config
+from headrace.gateway.keys import KeyRequest
 from tests.gateway import replies
 from tests.gateway.dialects import WAYS, Way, ask
 from tests.gateway.fake_upstream import FakeUpstream
@@ -198,3 +201,49 @@ def test_no_way_to_write_a_request_gets_round_a_budget(parts: Set, what: str) ->
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
         assert parts.openai.requests == []
         assert client.post(CHAT, json={**body, "max_tokens": 10}).status_code == 200
+
+
+def test_a_proxy_that_is_no_address_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not at the first request, and not at each."""
+    path = tmp_path / "gateway.json"
+    for proxies, is_right in ((["proxy.local"], False), (["10.0.0.0/33"], False), (["10.0.0.1", "fd00::/8"], True)):
+        server = {"admin": {"trusted_proxies": proxies}}
+        path.write_text(json.dumps({"providers": {"a": {"base_url": "http://a"}}, "server": server}))
+        if is_right:
+            assert load_config(path, {}).listen.admin.trusted_proxies == tuple(proxies)
+        else:
+            with pytest.raises(InvalidConfig, match="which is no address"):
+                load_config(path, {})
+
+
+FORWARDED = {
+    "192.0.2.7": True,
+    "evil, 192.0.2.7": True,
+    "192.0.2.7, 203.0.113.9": False,
+    "192.0.2.7, 127.0.0.1": True,
+    "192.0.2.7, ::ffff:127.0.0.1": True,
+    "203.0.113.9, 192.0.2.7": True,
+    "": False,
+    "unknown": False,
+    "192.0.2.7:4711": False,
+}
+"""What a proxy at 127.0.0.1 says of where a request came from, and whether a key for 192.0.2.7 may be used."""
+
+
+@pytest.mark.parametrize("sent", FORWARDED)
+def test_only_what_a_believed_proxy_added_is_believed(parts: Set, sent: str) -> None:
+    gateway = parts.gateway
+    secret = gateway.ledger.store.create(KeyRequest(name=f"at {sent}", allowed_ips=("192.0.2.7",)))[1]
+    gateway.ledger.keys.reload()
+    before = gateway.state.snapshot
+    admin = dataclasses.replace(before.listen.admin, trusted_proxies=("127.0.0.1/32",))
+    try:
+        with gateway.client_with(secret) as client:
+            body = {"model": "fake", "messages": []}
+            headers = {"x-forwarded-for": sent}
+            assert client.post(CHAT, json=body, headers=headers).status_code == 403  # nobody is believed yet
+            gateway.state.snapshot = dataclasses.replace(before, listen=dataclasses.replace(before.listen, admin=admin))
+            answer = client.post(CHAT, json=body, headers=headers)
+            assert answer.status_code == (200 if FORWARDED[sent] else 403), answer.text
+    finally:
+        gateway.state.snapshot = before
