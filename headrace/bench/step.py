@@ -38,7 +38,7 @@ SAMPLING = {
     "top_p": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9),
     "penalties": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, repetition_penalty=1.1),
 }
-FORWARD = "hr_run"
+FORWARD, SAMPLE = "hr_run", "hr_sample"
 PROMPT_TOKENS = 4
 UNSTEADY_STEPS = 4
 """At the start, left out: the prompt, and arrays that grow."""
@@ -85,7 +85,7 @@ class Clock:
             return timed
 
         setattr(loaded, FORWARD, forward(getattr(loaded, FORWARD)))
-        loaded.hr_sample = other(loaded.hr_sample)
+        setattr(loaded, SAMPLE, other(getattr(loaded, SAMPLE)))
 
     def clear(self) -> None:
         self.forwards.clear()

@@ -54,10 +54,10 @@ def build_batch(table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[S
     return Batch(
         token_ids=table.tokens[row_of_token, positions],
         positions=positions.astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
+        slot_mapping=np.ascontiguousarray(slots, np.int32),
         query_start=query_start.astype(np.int32),
         seq_lens=seq_lens.astype(np.int32),
-        block_tables=block_tables,
+        block_tables=np.ascontiguousarray(block_tables),
         sample_rows=sample_rows.astype(np.int32),
     )
 

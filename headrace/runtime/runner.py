@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from headrace.config.model_files import ModelFiles
 from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.engine.plan import NewSequence, Plan, Sampled, Scored, SequenceStep, StepResult
-from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout, SampledRows, TokenLists
+from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout
 from headrace.models import Model, build_model
-from headrace.protocol.ipc import GrammarSpec, TokenLogprobs
+from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.batch import build_batch
+from headrace.runtime.choosing import ask, results
+from headrace.runtime.decodes import Decodes
 from headrace.runtime.grammar import Grammar, GrammarState
-from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.host_store import HostStore
 from headrace.runtime.pooling import Pooling
-from headrace.runtime.sampling import SequenceSampling, listed_logprobs, sampling_rows, token_logprobs
 from headrace.runtime.table import SequenceTable
 from headrace.weights.checkpoint import Checkpoint, Progress
 
@@ -59,6 +59,8 @@ class Runner:
         self._block_size = 0
         self._table = SequenceTable(len(files.config.layer_groups))
         self._host = HostStore(kernels)
+        self._decodes: Decodes | None = None
+        """Of the last step, if it went well and was of decoding sequences only."""
 
     @property
     def num_sequences(self) -> int:
@@ -111,22 +113,29 @@ class Runner:
         table = self._table
         for seq_id in plan.dropped:
             table.drop(seq_id)
-        self._host.save(plan.saves)
+        if plan.saves:
+            self._host.save(plan.saves)
         saved_s = time.perf_counter()
         for sequence in plan.new:
             table.add(sequence, self._grammar_state(sequence))
-        known = [step.seq_id for step in plan.steps if step.seq_id in table]
-        rows_before = np.array([table.row(seq_id) for seq_id in known], np.int64)
-        blocks_before = table.num_blocks[:, rows_before]
+        grown: list[tuple[int, NDArray[np.int64]]] = []
+        decodes, self._decodes = self._decodes, None
         try:
-            failed = self._host.load(plan.loads)
+            loads = plan.loads
+            failed = self._host.load(loads) if loads else frozenset()
             loaded_s = time.perf_counter()
             lost = _without_blocks(plan, failed) if failed else frozenset()
-            steps = [step for step in plan.steps if step.seq_id not in lost]
+            steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
             self.kernels.copy_blocks(plan.block_copies)
-            sampled, scored = self._compute(steps) if steps else ((), ())
+            for step in steps:
+                if any(step.new_block_ids):
+                    row = table.row(step.seq_id)
+                    grown.append((row, table.num_blocks[:, row].copy()))
+                    table.append_blocks(row, step.new_block_ids)
+            sampled, scored = self._compute(steps, decodes) if steps else ((), ())
         except BaseException:
-            table.num_blocks[:, rows_before] = blocks_before
+            for row, num_blocks in grown:
+                table.num_blocks[:, row] = num_blocks
             for sequence in plan.new:
                 table.drop(sequence.seq_id)
             raise
@@ -142,83 +151,53 @@ class Runner:
             loaded_s - saved_s,
         )
 
-    def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
+    def _compute(
+        self, steps: Sequence[SequenceStep], decodes: Decodes | None
+    ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
+        """`decodes` of the step before, which these steps may continue."""
         if self._forward is None:
             raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
-        table = self._table
-        rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
-        for row, step in zip(rows.tolist(), steps, strict=True):
-            table.append_blocks(row, step.new_block_ids)
-        if self._pooling is not None:
-            pooled = self._forward(self._pooling.batch(table, rows, steps, self._block_size))
-            sampled, broken = self._pooling.results(self.kernels.host_rows(pooled), table, steps)
-            if broken:
-                raise BrokenSequences(broken)
-            return sampled, ()
-        batch = build_batch(table, rows, steps, self._block_size)
-        logits = self._forward(batch)
-        choosing = np.array([i for i, step in enumerate(steps) if step.samples], np.int64)
-        scoring = np.array([i for i, step in enumerate(steps) if step.num_scored], np.int64)
-        if not len(choosing) and not len(scoring):
-            return (), ()
-        return self._sample(logits, [steps[i] for i in choosing], rows[choosing], [steps[i] for i in scoring])
+        if decodes is None or not decodes.advance(steps):
+            table = self._table
+            rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
+            if self._pooling is not None:
+                return self._pool(self._forward(self._pooling.batch(table, rows, steps, self._block_size)), steps), ()
+            batch = build_batch(table, rows, steps, self._block_size)
+            if not Decodes.are(steps):
+                return self._choose(self._forward(batch), steps, rows.tolist())
+            decodes = Decodes(table, rows.tolist(), steps, batch, self._block_size)
+        result = self._choose(self._forward(decodes.batch), steps, decodes.rows, decodes)
+        self._decodes = decodes
+        return result
 
-    def _sample(
-        self,
-        logits: object,
-        choosing: Sequence[SequenceStep],
-        rows: NDArray[np.int64],
-        scoring: Sequence[SequenceStep],
+    def _pool(self, values: Buffer, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
+        assert self._pooling is not None
+        sampled, broken = self._pooling.results(self.kernels.host_rows(values), self._table, steps)
+        if broken:
+            raise BrokenSequences(broken)
+        return sampled
+
+    def _choose(
+        self, logits: Buffer, steps: Sequence[SequenceStep], rows: Sequence[int], decodes: Decodes | None = None
     ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
-        """`rows` are the table's of `choosing`. The logits' rows: one each of these, then those that score."""
-        table = self._table
-        states = [_state(table, row) for row in rows.tolist()]
-        tokens = [table.tokens[row, : table.num_tokens[row]] for row in rows.tolist()]
-        owners = [step.seq_id for step in choosing]
-        given: list[int] = []
-        for step in scoring:
-            row = table.row(step.seq_id)
-            state = SequenceSampling.scoring(_state(table, row).params.prompt_logprobs or 0)
-            states += [state] * step.num_scored
-            tokens += [table.tokens[row, :0]] * step.num_scored
-            owners += [step.seq_id] * step.num_scored
-            given += table.tokens[row, step.start + 1 : step.start + 1 + step.num_scored].tolist()
-        masks = step_mask(states, tokens, self.files.config.vocab_size)
-        wanted = sampling_rows(states, tokens, self.files.config.vocab_size, given, masks.mask, masks.masked)
+        """`rows` are the table's of `steps`."""
+        scoring: list[SequenceStep] = []
+        if decodes is not None and decodes.asked is not None:
+            asked = decodes.asked
+            decodes.draw()
+        else:
+            scoring = [step for step in steps if step.num_scored]
+            choosing = [(step, row) for step, row in zip(steps, rows, strict=True) if step.samples]
+            if not choosing and not scoring:
+                return (), ()
+            asked = ask(self._table, choosing, scoring, self.files.config.vocab_size)
+            if decodes is not None:
+                decodes.keep(asked)
         try:
-            chosen = self.kernels.sample(logits, wanted)
+            chosen = self.kernels.sample(logits, asked.rows)
         except InvalidLogits as error:
-            raise BrokenSequences(list(dict.fromkeys(owners[row] for row in error.rows))) from error
-        reports = [_report(chosen, row, state, wanted.scored) for row, state in enumerate(states)]
-        count = len(choosing)
-        token_ids = chosen.token_ids[:count]
-        if len(rows):
-            table.append_tokens(rows, token_ids)
-        sampled = tuple(
-            Sampled(owners[i], (), dead_end=masks.dead_ends[i])
-            if i in masks.dead_ends
-            else Sampled(
-                owners[i],
-                (int(token_ids[i]),),
-                None if (report := reports[i]) is None else (report,),
-                complete=self._complete(rows[i]),
-            )
-            for i in range(count)
-        )
-        scored = []
-        for step in scoring:
-            own = reports[count : count + step.num_scored]
-            scored.append(Scored(step.seq_id, tuple(report for report in own if report is not None)))
-            count += step.num_scored
-        return sampled, tuple(scored)
-
-    def _complete(self, row: int) -> bool:
-        """Whether the sequence's grammar allows nothing after the tokens it has now."""
-        state = _state(self._table, row)
-        if state.grammar is None:
-            return False
-        tokens = self._table.tokens[row, : self._table.num_tokens[row]]
-        return state.grammar.is_complete(tokens[state.num_prompt_tokens :])
+            raise BrokenSequences(list(dict.fromkeys(asked.seq_ids[row] for row in error.rows))) from error
+        return results(asked, chosen, scoring, self._table)
 
     def _grammar_state(self, sequence: NewSequence) -> GrammarState | None:
         spec = sequence.params.grammar
@@ -239,21 +218,6 @@ def _without_blocks(plan: Plan, failed: frozenset[int]) -> frozenset[int]:
         if any(block_id in failed for _, block_id in step.loads)
         or any(missing.intersection(own) for own in step.new_block_ids)
     )
-
-
-def _state(table: SequenceTable, row: int) -> SequenceSampling:
-    state = table.sampling[row]
-    assert state is not None
-    return state
-
-
-def _report(chosen: SampledRows, row: int, state: SequenceSampling, listed: TokenLists | None) -> TokenLogprobs | None:
-    count = state.params.logprobs
-    if count is None:
-        return None
-    if state.params.logprob_token_ids and listed is not None:
-        return listed_logprobs(chosen, row, listed)
-    return token_logprobs(chosen, row, count)
 
 
 def _return_freed_memory() -> None:

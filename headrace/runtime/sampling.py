@@ -31,13 +31,15 @@ Rules = Sequence[TokenRules | None]
 
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
-    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `rules` None: any token may come,
-    as far as the `grammar` allows it."""
+    """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `fixed`: what the sampler is told
+    of it stays the same from token to token, but for the draw. `rules` None: any token may come, as far as the
+    `grammar` allows it."""
 
     params: SamplingParams
     num_prompt_tokens: int
     stream: int
     plain: bool
+    fixed: bool
     rules: TokenRules | None = None
     grammar: GrammarState | None = None
 
@@ -46,25 +48,23 @@ class SequenceSampling:
         params = sequence.params
         ruled = bool(params.bad_words) or params.allowed_token_ids is not None or params.min_tokens > 0
         ruled = ruled or params.thinking is not None
-        plain = (
+        fixed = (
             not ruled
             and grammar is None
-            and params.temperature == 0
             and params.repetition_penalty == 1
             and params.frequency_penalty == 0
             and params.presence_penalty == 0
-            and not params.logit_bias
-            and params.logprobs is None
         )
+        plain = fixed and params.temperature == 0 and not params.logit_bias and params.logprobs is None
         stream = random_stream(params.seed, sequence.index)
         rules = TokenRules.of(params) if ruled else None
-        return cls(params, sequence.num_prompt_tokens, stream, plain, rules, grammar)
+        return cls(params, sequence.num_prompt_tokens, stream, plain, fixed, rules, grammar)
 
     @classmethod
     def scoring(cls, num_logprobs: int) -> SequenceSampling:
         """For a row that scores a prompt token and chooses none."""
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs)
-        return cls(params, 0, 0, plain=False)
+        return cls(params, 0, 0, plain=False, fixed=False)
 
 
 def random_stream(seed: int, index: int) -> int:
@@ -78,10 +78,14 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def uniform(stream: int, position: int) -> float:
+    """In [0, 1), exact in float32."""
+    return (_mix((stream + _GOLDEN * (position + 1)) & _WORD) >> 40) * 2.0**-24
+
+
 def uniforms(streams: Sequence[int], positions: Iterable[int]) -> Float32:
-    """Float32 in [0, 1), one for each (stream, position)."""
-    words = (_mix((s + _GOLDEN * (p + 1)) & _WORD) >> 40 for s, p in zip(streams, positions, strict=True))
-    return np.fromiter(words, np.float32, len(streams)) * np.float32(2.0**-24)
+    """One for each (stream, position)."""
+    return np.fromiter(map(uniform, streams, positions), np.float32, len(streams))
 
 
 def sampling_rows(

@@ -27,6 +27,9 @@ class SequenceTable:
     def __init__(self, num_groups: int = 1) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((FIRST_ROWS, FIRST_TOKENS), np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(FIRST_ROWS, np.int64)
+        self.token_view = self.tokens.data
+        """The same tokens, for a few of them at a time: numpy takes far longer to be asked for one."""
+        self._count_view = self.num_tokens.data
         self.blocks: NDArray[np.int32] = np.zeros((num_groups, FIRST_ROWS, FIRST_BLOCKS), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros((num_groups, FIRST_ROWS), np.int64)
         self.sampling: list[SequenceSampling | None] = [None] * FIRST_ROWS
@@ -78,21 +81,28 @@ class SequenceTable:
             self.blocks[group, row, start:stop] = own
             self.num_blocks[group, row] = stop
 
-    def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
-        """One token to each row."""
-        places = self.num_tokens[rows]
-        self._reserve_tokens(int(places.max()) + 1)
-        self.tokens[rows, places] = token_ids
-        self.num_tokens[rows] += 1
+    def append_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """One token to each row. There is room: every row has it for one more token than it holds."""
+        counts, columns = self._count_view, self.tokens.shape[1]
+        full = False
+        for row, token_id in zip(rows, token_ids, strict=True):
+            place = counts[row]
+            self.token_view[row, place] = token_id
+            counts[row] = place + 1
+            full = full or place + 2 > columns
+        if full:
+            self._reserve_tokens(columns + 1)
 
     def _reserve_tokens(self, columns: int) -> None:
         self.tokens = _widened(self.tokens, columns)
+        self.token_view = self.tokens.data
 
     def _grow_rows(self) -> None:
         rows = len(self.sampling)
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
         self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
         self.num_tokens = np.concatenate([self.num_tokens, np.zeros_like(self.num_tokens)])
+        self.token_view, self._count_view = self.tokens.data, self.num_tokens.data
         self.num_blocks = np.concatenate([self.num_blocks, np.zeros_like(self.num_blocks)], axis=1)
         self.sampling.extend([None] * rows)
         self._free = list(range(2 * rows - 1, rows - 1, -1))

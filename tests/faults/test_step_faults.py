@@ -19,7 +19,8 @@ from headrace.core import EngineCore
 from headrace.engine.plan import Plan
 from headrace.kernels.reference import ReferenceKernels
 from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput
-from headrace.runtime import runner
+from headrace.runtime import choosing, runner
+from headrace.runtime.decodes import Decodes
 from headrace.runtime.runner import Runner
 from headrace.runtime.table import SequenceTable
 from tests.tiny_models import tiny_llama
@@ -44,7 +45,8 @@ def run(core: EngineCore, *, guilty: bool, n: int = 1) -> dict[str, list[Sequenc
         prompts["guilty"] = [GUILTY, 5, 9, 2, 3, 4]
     outputs: dict[str, list[SequenceOutput]] = {name: [] for name in prompts}
     for name, prompt in prompts.items():
-        params = SamplingParams(max_tokens=10, temperature=0.0, n=n if name == "guilty" else 1)
+        more = {"n": n, "logprobs": 1} if name == "guilty" else {}
+        params = SamplingParams(max_tokens=10, temperature=0.0, **more)
         assert core.add(AddRequest(request_id=name, token_ids=prompt, params=params, arrival_s=0.0)) is None
     for _ in range(400):
         step = core.step()
@@ -175,12 +177,12 @@ RAISED = {
     "attention, while answering": (K, "attention", DEVICE_ERROR, DECODE),
     "activation": (K, "silu_mul", OUT_OF_MEMORY, DECODE),
     "batch on its way to the device": (K, "load_batch", OUT_OF_MEMORY, PREFILL),
-    "batch cannot be built": (runner, "build_batch", ValueError("the plan and the table disagree"), DECODE),
+    "batch cannot be built": (runner, "build_batch", ValueError("the plan and the table disagree"), PREFILL),
     "rows to sample": (K, "sample_rows", IndexError("row 12 of 8"), PREFILL),
     "sampler, first token": (K, "sample", OUT_OF_MEMORY, PREFILL),
     "sampler, sixth token": (K, "sample", RuntimeError("probabilities do not sum to one"), DECODE),
-    "sampling parameters": (runner, "sampling_rows", KeyError("grammar"), DECODE),
-    "report of log-probabilities": (runner, "_report", TypeError("None is no number"), DECODE),
+    "sampling parameters": (choosing, "sampling_rows", KeyError("grammar"), PREFILL),
+    "report of log-probabilities": (choosing, "_report", TypeError("None is no number"), DECODE),
     "a new row of the table": (SequenceTable, "add", OUT_OF_MEMORY, PREFILL),
     "blocks of the table": (SequenceTable, "append_blocks", OUT_OF_MEMORY, PREFILL),
 }
@@ -242,6 +244,23 @@ def test_a_copy_that_fails_hurts_the_one_that_needed_it(core, expected, monkeypa
     ends = {output.index: output for output in got.pop("guilty") if output.finish_reason is not None}
     assert (ends[0].finish_reason, ends[1].finish_reason) == ("length", "error")
     assert "MemoryError" in ends[1].error
+    assert {name: tokens(outputs) for name, outputs in got.items()} == expected
+
+
+@pytest.mark.parametrize("part", ["advance", "draw"])
+def test_a_batch_that_cannot_go_on_is_built_afresh_and_hurts_nobody(core, expected, part: str, monkeypatch) -> None:
+    real, failed = getattr(Decodes, part), []
+
+    def fails_once(self, *steps):
+        if not failed:
+            failed.append(steps)
+            raise DEVICE_ERROR
+        return real(self, *steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decodes, part, fails_once)
+        got = run(core, guilty=True)
+    assert failed and len(tokens(got.pop("guilty"))) == 10
     assert {name: tokens(outputs) for name, outputs in got.items()} == expected
 
 
