@@ -126,9 +126,9 @@ def _taken_apart(words: Sequence[str]) -> _Words:
 
 def _unused(given: Given) -> list[str]:
     """Flags that only a server needs."""
-    from headrace.config.flag_table import ADDRESS, FLAG_BY_NAME
+    from headrace.config.flag_table import ADDRESS, BATCHES, FLAG_BY_NAME
 
-    used = [name for name in given.values if FLAG_BY_NAME[name].group == ADDRESS]
+    used = [name for name in given.values if FLAG_BY_NAME[name].group in (ADDRESS, BATCHES)]
     return [f"{given.spelled[name]} has no effect: run-batch listens nowhere." for name in used]
 
 

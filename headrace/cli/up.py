@@ -46,6 +46,7 @@ GATEWAY_OPTIONS = (
     Option("gateway-database", "URL"),
     Option("data-dir", "DIR"),
 )
+DATA_DIR = "~/.headrace"
 LATEST_END_S = 3.0
 """After a signal without patience, for everything together."""
 
@@ -119,7 +120,7 @@ def _config_file(words: Sequence[str]) -> str | None:
 
 
 def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
-    engine = _engine("engine", words, "")
+    engine = _engine("engine", words, "", options.get("data-dir"))
     if engine is None:
         return 2
 
@@ -162,15 +163,18 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         )
     engines = []
     for spec in snapshot.engines:
-        engine = _engine(spec.name, spec.flags, f"[engine.{spec.name}] ")
+        engine = _engine(spec.name, spec.flags, f"[engine.{spec.name}] ", snapshot.listen.data_dir)
         if engine is None:
             return 2
         engines.append(engine)
     return _start(engines, lambda: (snapshot, overrides))
 
 
-def _engine(name: str, words: Sequence[str], place: str) -> Engine | None:
-    """The checked settings of one engine; None after its mistakes have been printed."""
+def _engine(name: str, words: Sequence[str], place: str, data_dir: str | None) -> Engine | None:
+    """The checked settings of one engine; None after its mistakes have been printed. What it keeps, it keeps in
+    `data_dir` with the rest, unless its flags say otherwise."""
+    import msgspec
+
     from headrace.cli.serve import with_port
     from headrace.config.load import LaunchError, load
 
@@ -181,7 +185,8 @@ def _engine(name: str, words: Sequence[str], place: str) -> Engine | None:
         return None
     for notice in launch.notices:
         print(f"Note: {place}{notice}", file=sys.stderr, flush=True)
-    return Engine(name, launch.engine, with_port(launch.server))
+    kept = launch.server.batch_dir or str(Path(data_dir or DATA_DIR) / "engine" / name)
+    return Engine(name, launch.engine, with_port(msgspec.structs.replace(launch.server, batch_dir=kept)))
 
 
 def _refused(lines: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ MEMORY = "Memory"
 BATCHING = "Batching and latency"
 CACHING = "Caching"
 TEXT = "Text"
+BATCHES = "Files and batches"
 LOGGING = "Logging"
 DEVICE = "Device and numbers"
 STARTING = "Starting and stopping"
@@ -367,6 +368,30 @@ REAL_FLAGS: tuple[Flag, ...] = (
         TEXT,
         minimum=0,
         maximum=2**63 - 1,
+    ),
+    Flag(
+        "batch-dir",
+        "text",
+        "Where /v1/files and /v1/batches keep what they have; left out, a directory of this server's under "
+        "~/.headrace/engine.",
+        BATCHES,
+        example="/var/lib/headrace/batches",
+    ),
+    Flag(
+        "batch-concurrency",
+        "int",
+        "Requests of batches in flight; left out, half of --max-num-seqs. Live requests come first whatever it is.",
+        BATCHES,
+        minimum=1,
+    ),
+    Flag("batch-file-limit", "bytes", "Largest file that /v1/files takes.", BATCHES, default=512 << 20, minimum=1),
+    Flag(
+        "batch-storage-limit",
+        "bytes",
+        "Bytes of all files together, those that batches write among them.",
+        BATCHES,
+        default=8 << 30,
+        minimum=1,
     ),
     Flag(
         "uvicorn-log-level",

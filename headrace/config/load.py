@@ -190,6 +190,10 @@ def _settings(given: Given, name: str | None, errors: list[str]) -> tuple[Engine
         serve_docs=not value("disable-fastapi-docs"),
         trust_request_chat_template=bool(value("trust-request-chat-template")),
         profiler_dir=_text(given, "profiler-dir"),
+        batch_dir=_text(given, "batch-dir"),
+        batch_concurrency=cast("int | None", value("batch-concurrency")),
+        batch_file_limit_bytes=cast(int, value("batch-file-limit")),
+        batch_storage_limit_bytes=cast(int, value("batch-storage-limit")),
         shutdown_timeout_s=cast(float, value("shutdown-timeout")),
     )
     return engine, server

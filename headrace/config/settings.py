@@ -93,5 +93,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool = False
     profiler_dir: str | None = None
     """Where /stop_profile has the core write; None refuses profiles."""
+    batch_dir: str | None = None
+    """Where files and batches are kept; None = a directory of this server's under ~/.headrace/engine."""
+    batch_concurrency: int | None = None
+    """Lines of batches in flight; None = as many as half of the engine's requests."""
+    batch_file_limit_bytes: int = 512 << 20
+    batch_storage_limit_bytes: int = 8 << 30
     max_body_bytes: int = 32 * 1024 * 1024
     shutdown_timeout_s: float = 10.0

@@ -273,6 +273,11 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
         raise errors.invalid_value("metadata", f"`metadata` has {len(metadata or {})} entries; at most 16 are kept.")
 
 
+def malformed_form(detail: str) -> ApiError:
+    advice = "Send multipart/form-data, as `curl -F file=@FILE -F purpose=batch` does."
+    return ApiError(400, f"The form cannot be read: {detail} {advice}", code="invalid_form")
+
+
 def file_not_found(file_id: str, param: str = "file_id") -> ApiError:
     return ApiError(404, f"There is no file {quoted(file_id)} on this server.", code="file_not_found", param=param)
 

@@ -19,6 +19,7 @@ from headrace.protocol.generation_defaults import sampling_defaults
 from headrace.server import routes
 from headrace.server.admin import check_admin
 from headrace.server.auth import Cors, KeyCheck
+from headrace.server.batch_place import BatchPlace
 from headrace.server.http import ClientGone, Exchange, Receive, Scope, Send
 from headrace.server.metrics import EngineMetrics
 from headrace.server.serving import Client, Serving
@@ -71,6 +72,7 @@ class App:
         self._keys = KeyCheck(serving.settings.api_keys)
         self._cors = Cors(serving.settings)
         self._root_path = serving.settings.root_path
+        serving.batches = BatchPlace(serving.settings, serving.engine_settings, self.dispatch)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

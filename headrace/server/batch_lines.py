@@ -45,6 +45,11 @@ class Answered:
     def __len__(self) -> int:
         return len(self.custom_ids) + len(self.numbers)
 
+    def __or__(self, other: Answered) -> Answered:
+        """What two files hold together."""
+        num_failed = self.num_failed + other.num_failed
+        return Answered(self.custom_ids | other.custom_ids, self.numbers | other.numbers, num_failed)
+
 
 @dataclass
 class Asked:

@@ -82,13 +82,15 @@ class Window:
 class OutputFile:
     """Whole lines added to a file. Raises OSError where one cannot be written, with nothing of it left behind."""
 
-    def __init__(self, path: Path, end: int) -> None:
-        """`end`: the bytes that stay of what is there."""
+    def __init__(self, path: Path, end: int, take: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """`end`: the bytes that stay of what is there. `take` is asked for room before a line is added."""
+        self._take = take
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.num_bytes = end
         os.ftruncate(self._file, end)
 
     def add(self, line: bytes) -> None:
+        self._take(len(line))
         written = 0
         try:
             while written < len(line):
@@ -151,6 +153,7 @@ class BatchRun:
                         continue
                     await self._window.enter(len(line.body))
                     tasks.create_task(self._answer(line)).add_done_callback(partial(self._leave, len(line.body)))
+                    await asyncio.sleep(0)  # others' requests come between, not after all that fit the window
         except ExceptionGroup as group:
             failures, others = group.split(OSError)
             if failures is None or others is not None:

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -74,6 +74,8 @@ class Exchange:
         self._write_began: float | None = None
         self._wrote_at = 0.0
         self._body: bytes | None = None
+        self._has_come = False
+        """All of the body."""
         self._receive = receive
         self._send = send
 
@@ -96,12 +98,23 @@ class Exchange:
             return self._body
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit_bytes:
-            await self._discard()
+            await self.discard()
             raise errors.request_too_large(limit_bytes)
         parts: list[bytes] = []
         size = 0
-        more = True
-        while more:
+        async for part in self.pieces():
+            size += len(part)
+            if size > limit_bytes:
+                parts.clear()
+                await self.discard()
+                raise errors.request_too_large(limit_bytes)
+            parts.append(part)
+        self._body = b"".join(parts)
+        return self._body
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, of any length. Raises ApiError 408, ClientGone."""
+        while not self._has_come:
             try:
                 async with asyncio.timeout(BODY_IDLE_S):
                     message = await self._receive()
@@ -109,18 +122,13 @@ class Exchange:
                 raise errors.request_timeout(BODY_IDLE_S) from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit_bytes:
-                parts.clear()
-                await self._discard()
-                raise errors.request_too_large(limit_bytes)
-            parts.append(part)
-            more = message.get("more_body", False)
-        self._body = b"".join(parts)
-        return self._body
+            self._has_come = not message.get("more_body", False)
+            yield message.get("body", b"")
 
-    async def _discard(self) -> None:
+    async def discard(self) -> None:
+        """Take what is still to come of the body and throw it away, so that the client gets to read the answer."""
+        if self._has_come:
+            return
         try:
             async with asyncio.timeout(DISCARD_S):
                 more = True

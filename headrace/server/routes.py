@@ -14,11 +14,12 @@ import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.openai_chat import ChatFields
+from headrace.protocol.batches import BatchFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
 from headrace.protocol.translate.events import Dialect
-from headrace.server import admin, status, stored_responses
+from headrace.server import admin, batches, files, status, stored_responses
 from headrace.server.admin import AbortFields
 from headrace.server.chat import chat_completions
 from headrace.server.completions import completions
@@ -113,6 +114,15 @@ ROUTES: tuple[Route, ...] = (
 NOT_BUILT = {
     "/embeddings": "embeddings",
     "/pooling": "pooling",
+    Route("/v1/files", "POST", files.upload, "Keep a file of requests: a form with `file` and `purpose` batch"),
+    Route("/v1/files", "GET", files.list_files, "The files that are kept"),
+    Route("/v1/files/{file}", "GET", files.retrieve, "What is known of a file"),
+    Route("/v1/files/{file}", "DELETE", files.delete, "Forget a file"),
+    Route("/v1/files/{file}/content", "GET", files.content, "A file as it was sent, or written by a batch"),
+    Route("/v1/batches", "POST", batches.create, "Answer the requests of a file in the background", (BatchFields,)),
+    Route("/v1/batches", "GET", batches.list_batches, "All batches, the newest first"),
+    Route("/v1/batches/{batch}", "GET", batches.retrieve, "How far a batch is"),
+    Route("/v1/batches/{batch}/cancel", "POST", batches.cancel, "Stop a batch; what it has answered stays"),
     "/classify": "classification",
     "/score": "scoring",
     "/rerank": "reranking",
@@ -123,8 +133,6 @@ NOT_BUILT = {
     "/images": "image generation",
     "/videos": "video generation",
     "/moderations": "moderation",
-    "/files": "file storage",
-    "/batches": "the batch API",
     "/fine_tuning": "fine-tuning",
     "/assistants": "the Assistants API",
     "/threads": "the Assistants API",
@@ -158,7 +166,7 @@ _BY_PATH: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:
     _BY_PATH.setdefault(canonical(_route.path), {})[_route.method] = _route
 _PATTERNS = {
-    re.compile(path.replace("{model}", ".+").replace("{response}", "[^/]+")): by_method
+    re.compile(re.sub(r"{\w+}", "[^/]+", path.replace("{model}", ".+"))): by_method
     for path, by_method in _BY_PATH.items()
     if "{" in path
 }

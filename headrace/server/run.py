@@ -133,12 +133,15 @@ async def run_engine(
     ending.clients.append(client)
     await client.start()
     ended = asyncio.create_task(ending.came.wait())
+    app: App | None = None
     http: HttpServer | None = None
     tasks: list[asyncio.Task[None]] = []
     status = 0
     try:
         # The core loads meanwhile; the tokenizer takes its time too, so signals are served from here on.
-        http = await asyncio.to_thread(build_server, engine_settings, server_settings, client, metrics)
+        built = await asyncio.to_thread(build_server, engine_settings, server_settings, client, metrics)
+        app, http = built
+        app.serving.batches.resume()
         tasks.append(asyncio.create_task(http.serve(sockets=[listener])))
         ready = asyncio.create_task(until_ready(client))
         await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +160,8 @@ async def run_engine(
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         status = 1
     ended.cancel()
+    if app is not None:
+        await app.serving.batches.stop()
     patient = ending.is_patient and client.state == "ready"
     await _end(client, http, tasks, server_settings.shutdown_timeout_s if patient else 0.0)
     return status
@@ -164,13 +169,13 @@ async def run_engine(
 
 def build_server(
     engine_settings: EngineSettings, server_settings: ServerSettings, client: EngineClient, metrics: EngineMetrics
-) -> HttpServer:
-    """The HTTP server around the client, to be run. Raises ConfigError."""
+) -> tuple[App, HttpServer]:
+    """The application around the client and the HTTP server to run it. Raises ConfigError."""
     # Imported here, as in build_app: the core process, which takes longest, is under way before any of this is read.
     from headrace.protocol.http_server import http_server
 
     app = build_app(engine_settings, server_settings, client, metrics)
-    return http_server(app, ssl_keyfile=server_settings.ssl_keyfile, ssl_certfile=server_settings.ssl_certfile)
+    return app, http_server(app, ssl_keyfile=server_settings.ssl_keyfile, ssl_certfile=server_settings.ssl_certfile)
 
 
 def build_app(

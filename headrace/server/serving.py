@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import headrace
 from headrace.config.settings import EngineSettings, ServerSettings
@@ -35,6 +35,9 @@ from headrace.server.response_store import ResponseStore
 from headrace.text.bad_words import bad_word_tokens
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+
+if TYPE_CHECKING:
+    from headrace.server.batch_place import BatchPlace
 
 logger = logging.getLogger("headrace.server")
 
@@ -100,6 +103,9 @@ def refused_text(param: str) -> Iterator[None]:
 
 
 class Serving:
+    batches: BatchPlace
+    """Set by the application, whose routes answer their lines."""
+
     def __init__(
         self,
         server_settings: ServerSettings,

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from headrace.protocol import access_errors, errors
+from headrace.protocol import access_errors, batches, errors
 from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
@@ -84,6 +84,13 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.origin_not_allowed("x"),
         errors.model_not_found("x", ["y"]),
         errors.response_not_found("resp_1"),
+        batches.file_not_found("file-1"),
+        batches.batch_not_found("batch_1"),
+        batches.file_in_use("file-1", "batch_1"),
+        batches.file_too_large(1),
+        batches.storage_full(1),
+        batches.storage_failed("x"),
+        batches.malformed_form("x"),
         errors.unknown_endpoint("GET", "/x", ["/y"]),
         errors.method_not_allowed("GET", "/x", ["POST"]),
         errors.request_timeout(1),
