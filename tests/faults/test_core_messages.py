@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,23 @@ def test_a_control_that_fails_is_answered_and_the_work_goes_on(loop: Loop) -> No
     loop.add("next", [1, 2, 3])
     answers = [m for m in loop.until_end_of("next") if isinstance(m, ipc.Controlled)]
     assert [(answer.number, answer.error is not None) for answer in answers] == [(3, True), (4, True)]
+
+
+def test_a_message_is_taken_before_the_next_step_whenever_it_comes(loop: Loop) -> None:
+    loop.add("long", [1, 2, 3], max_tokens=400)
+    assert loop.socket.poll(5000)
+    for number in range(150):
+        time.sleep(0.0004 * (number % 17))  # at every moment of a step and between two
+        loop.send(ipc.Control(number=number, action="reset_prefix_cache"))
+        num_sent = 0
+        while True:
+            assert loop.socket.poll(5000)
+            message = ipc.from_core_decoder.decode(loop.socket.recv())
+            if isinstance(message, ipc.Controlled):
+                break
+            num_sent += 1
+        assert message.number == number
+        assert num_sent <= 4, "those of the steps before, and of the one it came in"
 
 
 def test_a_core_whose_server_is_gone_ends_in_the_middle_of_its_work(loop: Loop) -> None:
