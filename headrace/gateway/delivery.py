@@ -11,8 +11,6 @@ import contextlib
 import time
 from typing import Any
 
-import msgspec
-
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.body import Fields
 from headrace.gateway.continuation import Record, Said, as_one, mark
@@ -38,7 +36,10 @@ from headrace.gateway.stream import (
 from headrace.gateway.translation import encoded
 from headrace.gateway.upstream_client import BrokenAnswer, UpstreamAnswer
 from headrace.gateway.upstream_errors import UpstreamFailure
+from headrace.gateway.whole_answer import Top, checked, value_of
+from headrace.gateway.whole_stream import openai_stream, self_translator
 from headrace.protocol.errors import ApiError
+from headrace.protocol.translate.events import Dialect
 from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.translate.translator import StreamTranslator
 
@@ -47,27 +48,6 @@ USAGE_S = 0.7
 """How long an upstream that has finished may take for its usage when the client has left: it is cut within a second."""
 
 RawHeaders = headers.RawHeaders
-
-
-class _Top(msgspec.Struct):
-    """The outermost fields of an answer that matter here, as they stand in the text; empty where missing."""
-
-    model: msgspec.Raw = msgspec.Raw()
-    usage: msgspec.Raw = msgspec.Raw()
-    choices: msgspec.Raw = msgspec.Raw()
-    content: msgspec.Raw = msgspec.Raw()
-    output: msgspec.Raw = msgspec.Raw()
-    data: msgspec.Raw = msgspec.Raw()
-    error: msgspec.Raw = msgspec.Raw()
-    object: msgspec.Raw = msgspec.Raw()
-
-
-_decode_top = msgspec.json.Decoder(_Top).decode
-_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_decode = msgspec.json.Decoder().decode
-_NULL, _ERROR = msgspec.Raw(b"null"), msgspec.Raw(b'"error"')
-_TELLING = frozenset({"error", "object", "code", "type", "message"})
 
 
 class Delivery:
@@ -122,8 +102,8 @@ class Delivery:
             return await self._whole(answer)
         kind = answer.content_type
         if kind != "text/event-stream":
-            if kind == "application/json" and self._translator is not None:
-                return await self._whole_as_stream(answer, self._translator)
+            if kind == "application/json" and self._before is None:
+                return await self._whole_as_stream(answer)
             body = await answer.read_error()
             fields = upstream_errors.error_fields(body)
             if fields:
@@ -329,13 +309,24 @@ class Delivery:
 
     # Whole answers
 
-    async def _whole_as_stream(self, answer: UpstreamAnswer, translator: StreamTranslator) -> None:
+    async def _whole_as_stream(self, answer: UpstreamAnswer) -> None:
         """A stream was asked for and a whole answer came: its events are those that the stream would have had."""
-        body, _ = await self._read_checked(answer)
-        said = self._translated(translator, translator.feed_answer(body))
-        progress, used = self.progress, translator.usage
-        progress.usage = Usage(used.input_tokens, used.output_tokens, used.cached_tokens)
-        progress.is_estimate = used.estimated
+        body, top = await self._read_checked(answer)
+        progress, wire = self.progress, self.call.wire
+        if self._translator is None and wire == "openai":
+            value = value_of(self.upstream, body)
+            progress.usage = read_usage(value.get("usage"))
+            self._estimate_missing(value)
+            name = self.model_shown if self.renames or not top.model else value_of(self.upstream, top.model)
+            said = openai_stream(value, name, wants_usage=self.request.wants_usage)
+        else:
+            if self._translator is None:
+                dialect: Dialect = "messages" if wire == "messages" else "responses"
+                self._translator = self_translator(self.request, dialect, self.model_shown)
+            said = self._translated(self._translator, self._translator.feed_answer(body))
+            used = self._translator.usage
+            progress.usage = Usage(used.input_tokens, used.output_tokens, used.cached_tokens)
+            progress.is_estimate = used.estimated
         progress.ttft_s = time.perf_counter() - self.exchange.began_s
         self.committed = True
         await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
@@ -344,7 +335,7 @@ class Delivery:
     async def _whole(self, answer: UpstreamAnswer) -> None:
         body, top = await self._read_checked(answer)
         progress = self.progress
-        progress.usage = read_usage(self._value(top.usage)) if top.usage else None
+        progress.usage = read_usage(value_of(self.upstream, top.usage)) if top.usage else None
         if self.call.translation is not None:
             try:
                 body, progress.usage, progress.is_estimate = self.call.translation.answer(body)
@@ -353,60 +344,24 @@ class Delivery:
         elif top.model and self.renames:
             body = Fields(body).changed({"model": self.model_shown})
         if progress.usage is None and self.request.endpoint.kind == "generate":
-            inputs = self.request.facts.prompt_tokens
-            progress.usage, progress.is_estimate = Usage(inputs, estimate_tokens(answer_text(self._value(body)))), True
+            self._estimate_missing(value_of(self.upstream, body))
         self.committed = True
         passed = headers.to_client(answer.raw_headers)
         await self.exchange.answer(answer.status, body, [*passed, *self.gateway_headers])
 
-    async def _read_checked(self, answer: UpstreamAnswer) -> tuple[bytes, _Top]:
+    def _estimate_missing(self, answer: object) -> None:
+        """Where the upstream told no usage."""
+        if self.progress.usage is None:
+            inputs = self.request.facts.prompt_tokens
+            self.progress.usage = Usage(inputs, estimate_tokens(answer_text(answer)))
+            self.progress.is_estimate = True
+
+    async def _read_checked(self, answer: UpstreamAnswer) -> tuple[bytes, Top]:
         try:
             body = await answer.read_whole()
         except BrokenAnswer:
             raise upstream_errors.truncated(self.upstream) from None
-        return body, self._checked(body, answer)
-
-    def _checked(self, body: bytes, answer: UpstreamAnswer) -> _Top:
-        """The outermost level of an answer that is what was asked for. Raises UpstreamFailure."""
-        try:
-            top = _decode_top(body)
-        except (msgspec.MsgspecError, RecursionError):
-            if self.request.endpoint.name in ("rerank", "score", "classify", "tokenize") and _is_list(body):
-                return _Top()  # some servers answer these with a bare list
-            described = upstream_errors.described(body, answer.headers)
-            raise upstream_errors.invalid_response(self.upstream, f"{described} came with status 200") from None
-        if (top.error and top.error != _NULL) or top.object == _ERROR:
-            told = {n: self._value(raw) for n, raw in _decode_object(body).items() if n in _TELLING}
-            error = upstream_errors.error_in(told)
-            if error:
-                raise upstream_errors.from_error_body(self.upstream, error)
-        lacks = self._lacks(top)
-        if lacks is not None:
-            raise upstream_errors.invalid_response(self.upstream, f"its answer has no `{lacks}`")
-        return top
-
-    def _value(self, text: bytes | msgspec.Raw) -> Any:
-        """A part of an answer. Raises UpstreamFailure where it is malformed though the outermost level is not."""
-        try:
-            return _decode(text)
-        except (msgspec.MsgspecError, RecursionError):
-            raise upstream_errors.invalid_response(self.upstream, "a part of its answer is not JSON") from None
-
-    def _lacks(self, top: _Top) -> str | None:
-        name = self.request.endpoint.name
-        if name in ("chat", "completions", "fim", "messages", "responses"):
-            wanted = {"openai": "choices", "messages": "content", "responses": "output"}[self.call.wire]
-        elif name == "embeddings":
-            wanted = "data"
-        else:
-            return None
-        value: msgspec.Raw = getattr(top, wanted)
-        try:
-            items = _decode_list(value) if value else None
-        except msgspec.MsgspecError:
-            items = None
-        is_empty = wanted == "choices" and (not items or not bytes(items[0]).startswith(b"{"))
-        return wanted if items is None or is_empty else None
+        return body, checked(body, answer, self.upstream, self.request.endpoint.name, self.call.wire)
 
     # Answers that nobody looks into
 
@@ -433,11 +388,3 @@ class Delivery:
         except BrokenAnswer:
             raise upstream_errors.truncated(self.upstream) from None
         await self.exchange.end()
-
-
-def _is_list(text: bytes) -> bool:
-    try:
-        _decode_list(text)
-    except msgspec.MsgspecError:
-        return False
-    return True

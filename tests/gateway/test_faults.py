@@ -350,9 +350,7 @@ def test_a_stream_that_cannot_be_translated_ends_as_one_failed_answer(
 
 
 @ways
-def test_a_whole_answer_to_a_translated_stream_becomes_the_stream(parts: Set, way: Way) -> None:
-    if not way.is_translated:
-        pytest.skip("only a translator makes events of an answer")
+def test_a_whole_answer_to_a_stream_becomes_the_stream(parts: Set, way: Way) -> None:
     for more, counted in (({}, True), ({"usage": None}, False)):
         parts.upstream(way).script(way.whole("Water does.", **more))
         answer = ask(parts.alone.client, way, stream=True)
@@ -364,6 +362,37 @@ def test_a_whole_answer_to_a_translated_stream_becomes_the_stream(parts: Set, wa
             assert (event.input_tokens, event.output_tokens) == (INPUT_TOKENS, OUTPUT_TOKENS)
         else:
             assert event.input_tokens > 0 and event.output_tokens > 0
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.is_translated], ids=str)
+def test_nothing_of_a_whole_answer_is_lost_in_the_stream(parts: Set, way: Way) -> None:
+    tool = None if way.client == "completions" else "get_weather"
+    parts.upstream(way).script(way.whole("Water does.", **({"tool": tool} if tool else {})))
+    more = {"stream_options": {"include_usage": True}} if way.upstream == "openai" else {}
+    answer = ask(parts.alone.client, way, stream=True, **({"tool": tool} if tool else {}), **more)
+    assert answer.is_complete and answer.usage == replies.USAGE
+    if tool:
+        assert answer.tool is not None and answer.tool[0] == tool and json.loads(answer.tool[1]) == {"city": "Ulm"}
+
+
+def test_what_else_stands_in_a_whole_answer_stays_in_its_place(parts: Set) -> None:
+    way = Way("chat", "openai")
+    value = json.loads(way.whole("Wa").body)
+    value |= {"system_fingerprint": "fp", "x_new": {"a": 1}}
+    value["choices"] = [
+        {"index": n, "message": {"role": "assistant", "content": text, "reasoning_content": "Hm."},
+         "logprobs": {"content": []}, "finish_reason": "length"}
+        for n, text in enumerate(("Wa", "ter"))
+    ]  # fmt: skip
+    parts.openai.script(replies.json_reply(value))
+    said, ended, done = ask(parts.alone.client, way, stream=True, n=2).events
+    assert said["object"] == ended["object"] == "chat.completion.chunk" and done == {"type": "[DONE]"}
+    assert (said["id"], said["system_fingerprint"], said["x_new"]) == (value["id"], "fp", {"a": 1})
+    assert [choice["delta"] for choice in said["choices"]] == [choice["message"] for choice in value["choices"]]
+    assert [(choice["logprobs"], choice["finish_reason"]) for choice in said["choices"]] == [
+        ({"content": []}, None)
+    ] * 2
+    assert [choice["finish_reason"] for choice in ended["choices"]] == ["length", "length"]
 
 
 @ways
