@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.protocol import errors
-from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.batches import BatchFields
+from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
@@ -83,6 +83,15 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/responses/{response}", "DELETE", stored_responses.delete, "Forget a stored response"),
     Route("/v1/responses/{response}/cancel", "POST", stored_responses.cancel, "Stop one that runs in the background"),
     Route("/v1/responses/{response}/input_items", "GET", stored_responses.list_input_items, "What it was asked"),
+    Route("/v1/files", "POST", files.upload, "Keep a file of requests: a form with `file` and `purpose` batch"),
+    Route("/v1/files", "GET", files.list_files, "The files that are kept"),
+    Route("/v1/files/{file}", "GET", files.retrieve, "What is known of a file"),
+    Route("/v1/files/{file}", "DELETE", files.delete, "Forget a file"),
+    Route("/v1/files/{file}/content", "GET", files.content, "A file as it was sent, or written by a batch"),
+    Route("/v1/batches", "POST", batches.create, "Answer the requests of a file in the background", (BatchFields,)),
+    Route("/v1/batches", "GET", batches.list_batches, "All batches, the newest first"),
+    Route("/v1/batches/{batch}", "GET", batches.retrieve, "How far a batch is"),
+    Route("/v1/batches/{batch}/cancel", "POST", batches.cancel, "Stop a batch; what it has answered stays"),
     Route("/v1/models", "GET", list_models, "The served models, their limits and sampling defaults"),
     Route(MODEL_PATH, "GET", _model, "One served model; its name may contain slashes"),
     Route("/tokenize", "POST", tokenize, "Token ids of a text or a conversation", (TokenizeFields,)),
@@ -114,15 +123,6 @@ ROUTES: tuple[Route, ...] = (
 NOT_BUILT = {
     "/embeddings": "embeddings",
     "/pooling": "pooling",
-    Route("/v1/files", "POST", files.upload, "Keep a file of requests: a form with `file` and `purpose` batch"),
-    Route("/v1/files", "GET", files.list_files, "The files that are kept"),
-    Route("/v1/files/{file}", "GET", files.retrieve, "What is known of a file"),
-    Route("/v1/files/{file}", "DELETE", files.delete, "Forget a file"),
-    Route("/v1/files/{file}/content", "GET", files.content, "A file as it was sent, or written by a batch"),
-    Route("/v1/batches", "POST", batches.create, "Answer the requests of a file in the background", (BatchFields,)),
-    Route("/v1/batches", "GET", batches.list_batches, "All batches, the newest first"),
-    Route("/v1/batches/{batch}", "GET", batches.retrieve, "How far a batch is"),
-    Route("/v1/batches/{batch}/cancel", "POST", batches.cancel, "Stop a batch; what it has answered stays"),
     "/classify": "classification",
     "/score": "scoring",
     "/rerank": "reranking",
