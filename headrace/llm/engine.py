@@ -23,6 +23,17 @@ from headrace.config.load import load_given
 from headrace.core import EngineCore
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.params import SamplingParams
+from headrace.llm.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingChoice,
+    PoolingEngine,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Task,
+)
 from headrace.llm.progress import BatchProgress
 from headrace.llm.request import Job, OpenRequest
 from headrace.protocol import ipc, openai_chat
@@ -73,6 +84,7 @@ class LLM:
         source = server.chat_template or launch.files.chat_template
         self._template = self._compiled(source) if source is not None else None
         self._json_style = JSONStyle.of(compact=server.compact_json, closed=server.closed_json_objects)
+        self._pooler = engine.pooler
         self._core = EngineCore(engine)
         info = self._core.info
         self._limits = ModelLimits(
@@ -179,11 +191,74 @@ class LLM:
         params = _one_each(sampling_params, total, self.get_default_sampling_params)
         return self._run(self._jobs(rendered(), params, itertools.repeat(0)), total, use_tqdm)
 
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        """Refused until embeddings are built."""
-        raise NotImplementedError("LLM.encode: embeddings and pooling are not built yet; this engine generates text.")
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], use_tqdm: bool = True, *, pooling_params: PoolingChoice = None
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text; the outputs are in the prompts' order.
 
-    embed = score = classify = reward = encode
+        Raises ValueError naming the prompt that cannot be served, and where the model generates text.
+        """
+        with self._lock:
+            results = self._pooling().pool(list(_as_many(prompts)[0]), pooling_params, "embed", use_tqdm)
+        return [
+            EmbeddingRequestOutput(str(number), EmbeddingOutput(result.values), result.token_ids)
+            for number, result in enumerate(results)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingChoice = None,
+        use_tqdm: bool = True,
+        *,
+        pooling_task: Task | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The same by the task's name: `embed`, `token_embed` (the row of every token), or of a cross-encoder `score`;
+        left out, what the model is for."""
+        with self._lock:
+            pooling = self._pooling()
+            task = pooling_task or pooling.pooler.task
+            results = pooling.pool(list(_as_many(prompts)[0]), pooling_params, task, use_tqdm)
+        return [
+            PoolingRequestOutput(
+                str(number), PoolingOutput(result.rows if task == "token_embed" else result.values), result.token_ids
+            )
+            for number, result in enumerate(results)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each pair of texts fits; one first text goes with every second one. A cross-encoder reads the pairs;
+        of a model that gives vectors it is their cosine."""
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        with self._lock:
+            results = self._pooling().score(first, second, truncate_prompt_tokens, use_tqdm)
+        return [
+            ScoringRequestOutput(str(number), ScoringOutput(score), token_ids)
+            for number, (score, token_ids) in enumerate(results)
+        ]
+
+    def classify(self, *_: object, **__: object) -> NoReturn:
+        """Refused until classification is built."""
+        raise NotImplementedError("LLM.classify: classification and reward models are not built yet.")
+
+    reward = classify
+
+    def _pooling(self) -> PoolingEngine:
+        if self._pooler is None:
+            raise ValueError('This model generates text. For vectors load it with LLM(..., runner="pooling").')
+
+        def read(prompt: Any, limit: int | None) -> list[int]:
+            return self._read(prompt, limit)[1]
+
+        new_id = (f"{number}" for number in self._numbers)
+        return PoolingEngine(self._core, self._pooler, self._tokenizer, read, self._most_open, new_id.__next__)
 
     def _compiled(self, source: str) -> ChatTemplate:
         try:
@@ -244,8 +319,8 @@ class LLM:
         )
         return Job(text, whole, asked, params, text_rules(fields), priority)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text, where there is one, and the token ids."""
+    def _read(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
+        """The text, where there is one, and the token ids, of which the first `limit` are kept."""
         text: object = None
         token_ids: object = prompt
         if isinstance(prompt, str):
@@ -253,10 +328,13 @@ class LLM:
         elif isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(text, str) and token_ids is None:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            if limit is None:
+                token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            else:
+                token_ids = self._tokenizer.encode_within(text, limit, "right")
         if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
             raise ValueError("a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.")
-        ids = [int(token_id) for token_id in token_ids]
+        ids = [int(token_id) for token_id in token_ids][:limit]
         if not ids:
             raise ValueError("it is empty; there is nothing to continue.")
         check_token_ids("prompt", ids, self._limits.vocab_size)

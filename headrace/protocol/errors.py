@@ -127,6 +127,20 @@ def context_length_exceeded(
     return ApiError(400, message, code="context_length_exceeded", param=limit_param)
 
 
+def text_too_long(param: str, num_tokens: int, limit: int) -> ApiError:
+    """For models that give vectors or scores, where the whole context is the text's."""
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, `{param}` has {num_tokens}. Shorten it by "
+        f"{num_tokens - limit} tokens or more, or send `truncate_prompt_tokens` (-1 keeps what fits)."
+    )
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def wrong_for_model(message: str) -> ApiError:
+    """The endpoint is there, and this model is served for something else."""
+    return ApiError(400, message, code="unsupported_by_model", param="model")
+
+
 def no_chat_template() -> ApiError:
     message = (
         "This model has no chat template, so messages cannot be turned into a prompt. Start the server with "

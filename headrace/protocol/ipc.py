@@ -259,6 +259,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     step_time_target_s: float
     gives: str = "text"
     """What comes of a request: text, or what vectors or scores are made of, in words."""
+    vector_width: int = 0
+    """Numbers of a vector, where vectors are given."""
     phase_seconds: dict[str, float]
     notes: list[str]
 

@@ -45,7 +45,8 @@ class Pooling:
         self, table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[SequenceStep], block_size: int
     ) -> Batch:
         if self._config.is_encoder:
-            return whole_texts(table, rows, steps, self._config.max_position_embeddings)
+            types, positions = self._config.num_token_types, self._config.max_position_embeddings
+            return whole_texts(table, rows, steps, positions if types > 1 else 0)
         return build_batch(table, rows, steps, block_size)
 
     def forward(self, model: Model, kernels: Kernels, batch: BatchHandle) -> Buffer:
@@ -106,12 +107,12 @@ class Pooling:
 
 
 def whole_texts(
-    table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[SequenceStep], positions_of_a_text: int
+    table: SequenceTable, rows: NDArray[np.int64], steps: Sequence[SequenceStep], second_position: int
 ) -> Batch:
     """An encoder's batch: every sequence whole, no blocks, and the first row of each wanted for the head.
 
-    Positions of a second text lie behind all those of a first one. Raises ValueError for a step that is not a whole
-    prompt.
+    Of a second text `second_position` is added to the positions: the table has its rows behind all those of a first
+    one, or, with 0, does not tell them apart. Raises ValueError for a step that is not a whole prompt.
     """
     counts = np.fromiter((step.num_tokens for step in steps), np.int64, len(steps))
     if any(step.start for step in steps) or (counts != table.num_tokens[rows]).any():
@@ -124,7 +125,7 @@ def whole_texts(
         state = table.sampling[row]
         if state is not None and state.params.pooling is not None and state.params.pooling.second_text_at is not None:
             second[i] = state.params.pooling.second_text_at
-    positions = places + positions_of_a_text * (places >= np.repeat(second, counts))
+    positions = places + second_position * (places >= np.repeat(second, counts))
     return Batch(
         token_ids=table.tokens[np.repeat(rows, counts), places],
         positions=positions.astype(np.int32),

@@ -53,7 +53,7 @@ def create_app(
     )
     if defaults:
         logger.info("Sampling defaults for fields a request leaves out: %s", json.dumps(defaults))
-    if chat_template is None:
+    if chat_template is None and engine_settings.pooler is None:
         logger.warning("The model has no chat template: /v1/chat/completions answers 400. Use --chat-template FILE.")
     serving = Serving(
         server_settings, engine_settings, client, tokenizer, chat_template, tool_template, defaults, metrics
@@ -132,6 +132,8 @@ class App:
             label = route.path
             if route.admin:
                 check_admin(self.serving, exchange)
+            if route.gives is not None:
+                self.serving.check_gives(route.gives)
             await route.answer(self.serving, exchange)
         except ApiError as error:
             await exchange.answer_error(error)

@@ -179,6 +179,12 @@ class EngineMetrics:
     def output(self, record: RequestRecord, output: ipc.SequenceOutput, now: float) -> None:
         """A step gave one sequence of the request something at `now`."""
         count = len(output.token_ids)
+        if output.pooled is not None:
+            record.queue_s = output.queue_s
+            record.first_token = record.last_token = now
+            self.prompt_tokens += record.num_prompt_tokens
+            record.num_cached_tokens = output.num_cached_tokens
+            self._cached_tokens += output.num_cached_tokens
         if count:
             if record.first_token is None:
                 record.first_token = now

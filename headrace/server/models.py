@@ -57,6 +57,7 @@ def _card(serving: Serving, name: str) -> dict[str, object]:
         "chat_template": chat is not None,
         "tool_call_parser": chat.calls.name if chat is not None and chat.calls is not None else None,
         "reasoning_parser": chat.reasoning.name if chat is not None and chat.reasoning is not None else None,
+        "gives": info.gives if info is not None else None,
         "dtype": info.dtype if info is not None else None,
         "max_model_len": max_model_len,
         "step_time_target_s": info.step_time_target_s if info is not None else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from headrace.protocol import errors
 from headrace.protocol.batches import BatchFields
 from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
+from headrace.protocol.pooling import EmbeddingFields, PoolFields, RerankFields, ScoreFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tokenization import DetokenizeFields, TokenizeFields
 from headrace.protocol.translate.events import Dialect
@@ -23,11 +25,13 @@ from headrace.server import admin, batches, files, status, stored_responses
 from headrace.server.admin import AbortFields
 from headrace.server.chat import chat_completions
 from headrace.server.completions import completions
+from headrace.server.embeddings import embeddings, pooling
 from headrace.server.http import Exchange
 from headrace.server.invocations import invocations
 from headrace.server.messages import count_tokens, messages
 from headrace.server.models import list_models, retrieve_model
 from headrace.server.pages import docs_page, openapi_document
+from headrace.server.rerank import rerank, score
 from headrace.server.responses import input_tokens, responses
 from headrace.server.serving import Serving
 from headrace.server.tokenization import detokenize, tokenize
@@ -46,6 +50,8 @@ class Route:
     body: tuple[type[msgspec.Struct], ...] = ()
     admin: bool = False
     """For whoever runs the server; see admin.py."""
+    gives: Literal["text", "vectors", "scores"] | None = None
+    """What the model must be served for."""
 
 
 def _check_open(serving: Serving, exchange: Exchange) -> None:
@@ -73,12 +79,37 @@ async def _model(serving: Serving, exchange: Exchange) -> None:
 MODEL_PATH = "/v1/models/{model}"
 
 ROUTES: tuple[Route, ...] = (
-    Route("/v1/chat/completions", "POST", chat_completions, "Answer a conversation", (ChatFields, SamplingFields)),
-    Route("/v1/completions", "POST", completions, "Continue a text", (CompletionFields, SamplingFields)),
-    Route("/v1/messages", "POST", messages, "Answer a conversation, in Anthropic's dialect"),
-    Route("/v1/messages/count_tokens", "POST", count_tokens, "How many tokens a conversation has"),
-    Route("/v1/responses", "POST", responses, "Answer a conversation, in OpenAI's newer dialect"),
-    Route("/v1/responses/input_tokens", "POST", input_tokens, "How many tokens a response's prompt would have"),
+    Route(
+        "/v1/chat/completions",
+        "POST",
+        chat_completions,
+        "Answer a conversation",
+        (ChatFields, SamplingFields),
+        gives="text",
+    ),
+    Route(
+        "/v1/completions",
+        "POST",
+        completions,
+        "Continue a text",
+        (CompletionFields, SamplingFields),
+        gives="text",
+    ),
+    Route("/v1/messages", "POST", messages, "Answer a conversation, in Anthropic's dialect", gives="text"),
+    Route("/v1/messages/count_tokens", "POST", count_tokens, "How many tokens a conversation has", gives="text"),
+    Route("/v1/responses", "POST", responses, "Answer a conversation, in OpenAI's newer dialect", gives="text"),
+    Route(
+        "/v1/responses/input_tokens",
+        "POST",
+        input_tokens,
+        "How many tokens a response's prompt would have",
+        gives="text",
+    ),
+    Route("/v1/embeddings", "POST", embeddings, "A vector for each text", (EmbeddingFields,), gives="vectors"),
+    Route("/pooling", "POST", pooling, "Vectors, rows or scores of texts", (PoolFields,), gives="scores"),
+    Route("/v1/score", "POST", score, "A score for each pair of texts", (ScoreFields,), gives="scores"),
+    Route("/v1/rerank", "POST", rerank, "Documents by their score for a query", (RerankFields,), gives="scores"),
+    Route("/v2/rerank", "POST", rerank, "The same as /v1/rerank", (RerankFields,), gives="scores"),
     Route("/v1/responses/{response}", "GET", stored_responses.retrieve, "A stored response, as it stands"),
     Route("/v1/responses/{response}", "DELETE", stored_responses.delete, "Forget a stored response"),
     Route("/v1/responses/{response}/cancel", "POST", stored_responses.cancel, "Stop one that runs in the background"),
@@ -121,13 +152,8 @@ ROUTES: tuple[Route, ...] = (
 )
 
 NOT_BUILT = {
-    "/embeddings": "embeddings",
-    "/pooling": "pooling",
     "/classify": "classification",
-    "/score": "scoring",
-    "/rerank": "reranking",
-    "/v2/rerank": "reranking",
-    "/v2/embed": "embeddings",
+    "/v2/embed": "Cohere's form of embeddings",
     "/chat/completions/batch": "batched chat",
     "/audio": "audio",
     "/images": "image generation",

@@ -150,6 +150,21 @@ class Serving:
             raise refusal or errors.unavailable("engine_loading", "The model is still loading.")
         return self.client.info
 
+    def check_gives(self, wanted: Literal["text", "vectors", "scores"]) -> None:
+        """Raises ApiError (400) where the model is served for something else; of vectors scores are made too."""
+        pooler = self.engine_settings.pooler
+        if pooler is None and wanted != "text":
+            raise errors.wrong_for_model(
+                f"This model generates text. For {wanted} serve a model that gives them, or this one with --runner "
+                "pooling (it then gives vectors and no text)."
+            )
+        if pooler is not None and wanted == "text":
+            asked = "/v1/embeddings" if pooler.task == "embed" else "/v1/rerank and /v1/score"
+            kind = "vectors" if pooler.task == "embed" else "scores of pairs of texts"
+            raise errors.wrong_for_model(f"This model gives {kind} and no text: ask {asked}.")
+        if pooler is not None and pooler.task == "score" and wanted == "vectors":
+            raise errors.wrong_for_model("This model scores pairs of texts, and gives no vectors: ask /v1/rerank.")
+
     def fresh_seed(self) -> int:
         """The seed of a request that names none, 63 bits."""
         return self._seeds.getrandbits(63)

@@ -81,7 +81,7 @@ async def test_what_sleep_does_not_know_is_refused_by_name(query: str, param: st
     [
         ({"messages": [{"role": "user", "content": "Hi"}]}, 200, "chat.completion"),
         ({"prompt": "Hi", "max_tokens": 4}, 200, "text_completion"),
-        ({"input": "Hi"}, 501, "embeddings"),
+        ({"input": "Hi"}, 400, "--runner pooling"),
         ({"question": "Hi"}, 400, "`messages`"),
     ],
 )

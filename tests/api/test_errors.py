@@ -172,10 +172,9 @@ async def test_405_names_the_method_to_use() -> None:
 @pytest.mark.parametrize(
     ("path", "feature"),
     [
-        ("/v1/embeddings", "embeddings"),
+        ("/classify", "classification"),
         ("/v1/audio/transcriptions", "audio"),
-        ("/rerank", "reranking"),
-        ("/v2/rerank", "reranking"),
+        ("/v2/embed", "embeddings"),
     ],
 )
 async def test_501_for_an_endpoint_that_is_known_and_not_built(path: str, feature: str) -> None:

@@ -59,6 +59,8 @@ def test_an_api_prefix_inside_a_name_stays() -> None:
         ("POST", "/v1/audio/transcriptions", "audio_transcriptions"),
         ("POST", "/v1/images/generations", "images_generations"),
         ("POST", "/v1/rerank", "rerank"),
+        ("POST", "/v2/rerank", "rerank"),
+        ("POST", "/pooling", "pooling"),
         ("HEAD", "/v1/models", "models"),
         ("GET", "/health/ready", "ready"),
     ],

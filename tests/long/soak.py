@@ -29,7 +29,7 @@ BAD: tuple[tuple[str, Any, int], ...] = (
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400),
     ("/v1/chat/completions", {"messages": "hello"}, 400),
     ("/v1/chat/complétions", {}, 404),
-    ("/v1/embeddings", {"input": "x"}, 501),
+    ("/v1/embeddings", {"input": "x"}, 400),
 )
 
 

@@ -106,6 +106,7 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.refused("invalid_grammar", "x", "y"),
         errors.request_kills_engine(2),
         errors.not_implemented("/x", "y"),
+        errors.wrong_for_model("x"),
     ]
     return {str(e.code): (e.status, e.type) for e in made}
 

@@ -213,10 +213,13 @@ def test_sampling_params_are_checked_where_they_are_written(fields: dict, said: 
         SamplingParams(**fields)
 
 
-def test_what_is_not_built_is_refused_by_name(llm: LLM) -> None:
-    for name in ("encode", "embed", "score"):
-        with pytest.raises(NotImplementedError, match="embeddings"):
+def test_what_is_not_built_and_what_the_model_is_not_for_is_refused_by_name(llm: LLM) -> None:
+    for name in ("classify", "reward"):
+        with pytest.raises(NotImplementedError, match="classification"):
             getattr(llm, name)(["x"])
+    for ask in (lambda: llm.embed(["x"]), lambda: llm.encode("x"), lambda: llm.score("x", "y")):
+        with pytest.raises(ValueError, match='runner="pooling"'):
+            ask()
 
 
 def test_flags_that_cannot_work_are_all_named(model: Path) -> None:
