@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from headrace.gateway.config_section import Section, shown
 from headrace.gateway.config_upstreams import MANAGED, MANAGED_WORDS, read_address, read_secret
 from headrace.gateway.config_values import read_presets, read_price
+from headrace.gateway.model_router import Router, load_router
 from headrace.gateway.snapshot import EMPTY, Model, Price, Target, Timeouts, Upstream
 from headrace.protocol.errors import nearest
 
@@ -54,6 +55,7 @@ class Catalogue:
         presets = section.section("presets")
         at = section.text("upstream_model")
         targets = self._targets(name, section, at, window, price)
+        router = _router(section)
         aliases = section.names("aliases") or ()
         for alias in aliases:
             self.add_alias(section, "aliases", alias, name)
@@ -65,6 +67,7 @@ class Catalogue:
             price=price,
             presets=read_presets(presets) if presets else EMPTY,
             aliases=aliases,
+            router=router,
         )
         self.later.append((name, section))
         section.raw("fallbacks")
@@ -213,6 +216,20 @@ class Catalogue:
             return [Target(upstream=item, model=name if upstream.serves(name) else upstream.models[0])]
         target = self._target(name, section, "fallbacks", item)
         return [] if target is None else [target]
+
+
+def _router(section: Section) -> Router | None:
+    written = section.text("router")
+    if written is None:
+        return None
+    try:
+        router, path = load_router(written, section.placeholders.folder)
+    except ValueError as error:
+        section.complain("router", f"is {shown(written)}: it {error}.")
+        return None
+    if path is not None:
+        section.placeholders.files.append(path)
+    return router
 
 
 def _as_list(value: object) -> list[object]:

@@ -31,7 +31,7 @@ async def forward(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     body = await exchange.body(snapshot.listen.max_body_bytes)
     request = read(exchange, place, body, record)
     plan = plan_of(snapshot, record)
-    route = decide(snapshot, request.facts)
+    route = decide(snapshot, request.facts, request.fields)
     check_model(state, record, plan, request.facts.model, route)
     tokens = request.facts.prompt_tokens + (request.facts.max_tokens or 0) * request.facts.num_answers
     lease = state.limiter.admit(

@@ -13,7 +13,9 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from headrace.gateway.body import Fields
 from headrace.gateway.estimate import estimate_tokens
+from headrace.gateway.model_router import Router
 from headrace.gateway.rules import RequestFacts, matching_rule
 from headrace.gateway.snapshot import Model, Price, Rule, Snapshot, Target, Upstream
 from headrace.protocol.errors import ApiError, model_not_found
@@ -56,15 +58,19 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Upstreams left out because the request does not fit into their context."""
 
 
-def decide(snapshot: Snapshot, facts: RequestFacts) -> Route:
-    """Raises ApiError: 400 missing_model, 404 model_not_found with the nearest name."""
+def decide(snapshot: Snapshot, facts: RequestFacts, fields: Fields | None = None) -> Route:
+    """`fields`: the request's, for a model with a router; without them its targets stay in their order.
+
+    Raises ApiError: 400 missing_model, 404 model_not_found with the nearest name."""
     name = requested_model(snapshot, facts)
     rule = matching_rule(snapshot.rules, facts, name) if snapshot.rules else None
     attempts = _attempts(snapshot, rule, name, facts.endpoint)
     if not attempts:
         raise model_not_found(facts.model or name, model_names(snapshot, facts.visible_models))
-    fitting, too_small = _fitting(attempts, facts)
     model = snapshot.models.get(name) or Model(name=name)
+    if model.router is not None and rule is None and fields is not None:
+        attempts = _routed(model, model.router, attempts, facts, fields)
+    fitting, too_small = _fitting(attempts, facts)
     return Route(model=model, attempts=fitting, rule=rule.place if rule else None, too_small=too_small)
 
 
@@ -200,6 +206,14 @@ def _described(snapshot: Snapshot, target: Target) -> Target:
         if (candidate.upstream, candidate.model) == (target.upstream, target.model):
             return candidate
     return target
+
+
+def _routed(
+    model: Model, router: Router, attempts: tuple[Attempt, ...], facts: RequestFacts, fields: Fields
+) -> tuple[Attempt, ...]:
+    candidates = tuple(dict.fromkeys(target.model for target in model.targets))
+    chosen = router.first(candidates, {name: fields.value(name) for name in fields.raws}, facts)
+    return attempts if chosen is None else tuple(sorted(attempts, key=lambda attempt: attempt.model != chosen))
 
 
 def _distinct(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:

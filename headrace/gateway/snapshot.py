@@ -12,8 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
+
+if TYPE_CHECKING:
+    from headrace.gateway.model_router import Router
 
 Dialect = Literal["openai", "anthropic"]
 Period = Literal["day", "week", "month", "total"]
@@ -144,6 +147,8 @@ class Model:
     presets: Mapping[str, Any] = field(default_factory=_empty)
     """Request fields filled in where the request leaves them out."""
     aliases: tuple[str, ...] = ()
+    router: Router | None = None
+    """Chooses which target is asked first."""
 
 
 @dataclass(frozen=True, slots=True)
