@@ -40,7 +40,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (BarColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=Console(file=out, highlight=False), transient=True)
         self._task = self._progress.add_task("", total=None)
         self._is_shown = False

@@ -163,6 +163,10 @@ class Batches:
     def _change(self, batch_id: str, **fields: object) -> Batch:
         batch = msgspec.structs.replace(self._records[batch_id], **fields)
         self._keep(batch)
+        if batch.status in ENDED:
+            counts = batch.request_counts
+            ends = (batch_id, batch.status, counts.completed, counts.failed, counts.total)
+            logger.info("Batch %s is %s: %d requests answered, %d failed, of %d.", *ends)
         return batch
 
     def _forget_oldest(self) -> None:

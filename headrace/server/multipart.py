@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from email.message import Message
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
 
 from headrace.protocol.batches import malformed_form
 
@@ -83,7 +83,7 @@ class Form:
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise malformed_form(f"it has more than {MAX_PARTS} parts.")
-        headers = BytesHeaderParser().parsebytes(head.lstrip(b" \t\r\n"))
+        headers = HeaderParser().parsestr(head.decode("utf-8", "replace").lstrip())
         name = headers.get_param("name", header="content-disposition")
         if not isinstance(name, str):
             raise malformed_form("a part has no name.")
@@ -92,8 +92,7 @@ class Form:
         self._name = name
         self._content = b""
         if name == "file":
-            given = headers.get_filename() or "file"
-            self.filename = given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            self.filename = headers.get_filename() or "file"
 
     def _take(self, content: bytes) -> None:
         if self._name == "file":

@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from tests.batch_files import asking, read_lines
 from tests.serving import HEADRACE, _limit_memory, free_port
 from tests.tiny_models import tiny_llama
 
@@ -129,6 +130,35 @@ port = {second}
             for name in ("small", "other"):
                 raw = client.completions.with_raw_response.create(model=name, prompt="ab", max_tokens=2)
                 assert raw.headers["x-gateway-upstream"] == name
+        assert up.end(signal.SIGINT, within_s=3.5) == 0
+
+
+def test_a_batch_goes_through_the_gateway_to_the_engine_and_back(tmp_path: Path, model: Path) -> None:
+    gateway = free_port()
+    words = (str(model), "--served-model-name", "tiny", "--port", "0", "--gateway-port", str(gateway))
+    with started(tmp_path, *words) as up:
+        (key,) = set(re.findall(r"sk-hr-\w+", up.log))
+        base_url = f"http://127.0.0.1:{gateway}/v1"
+        with openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+            lines = "".join(asking(f"r{i}") + "\n" for i in range(20))
+            file = client.files.create(file=("in.jsonl", lines.encode()), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"for": "us"}
+            )
+            deadline = time.monotonic() + 60
+            while batch.status != "completed":
+                assert time.monotonic() < deadline and batch.status in ("validating", "in_progress", "finalizing")
+                time.sleep(0.1)
+                batch = client.batches.retrieve(batch.id)
+            assert batch.input_file_id == file.id and batch.output_file_id and batch.error_file_id is None
+            found = read_lines(client.files.content(batch.output_file_id).text)
+            assert sorted(line["custom_id"] for line in found) == sorted(f"r{i}" for i in range(20))
+            assert [each.id for each in client.batches.list()] == [batch.id]
+            assert {each.id for each in client.files.list()} >= {file.id}
+            assert client.files.delete(file.id).deleted
+            with pytest.raises(openai.ConflictError):
+                client.batches.cancel(batch.id)
+        assert (tmp_path / "data" / "engine" / "engine" / "batches").is_dir(), "with whatever else `up` keeps"
         assert up.end(signal.SIGINT, within_s=3.5) == 0
 
 
