@@ -11,7 +11,6 @@ what is no target, changes nothing and is logged, without a word of the prompt.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,8 +92,7 @@ def load_router(written: str, folder: Path) -> tuple[Router, Path | None]:
 
 def _loaded(name: str, path: Path) -> ModuleType:
     """Read anew each time, so that a change of the file is one of the configuration."""
-    spec = importlib.util.spec_from_file_location(f"headrace_router_{name.replace('.', '_')}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module

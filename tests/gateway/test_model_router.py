@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headrace.gateway.config_load import InvalidConfig, load_config
+from tests.gateway import replies
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.gateways import ThreadedGateway, provider, running_gateway, threaded_gateway
 
@@ -69,8 +70,6 @@ def test_the_function_names_the_target_that_is_asked(
 
 
 def test_the_other_targets_stay_behind_it(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
-    from tests.gateway import replies
-
     gateway.forget()
     upstream.script(replies.error(500, "It broke."))
     answer = gateway.client.post(CHAT, json=body("hard"))
