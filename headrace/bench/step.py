@@ -29,7 +29,7 @@ from rich.table import Table
 from headrace.bench.kernels import TABLE_WIDTH
 from headrace.config.resolve import resolve_model
 from headrace.config.settings import EngineSettings
-from headrace.core import CoreLoop, EngineCore
+from headrace.core import CoreLoop, EngineCore, return_freed_memory
 from headrace.kernels.native import library
 from headrace.protocol import ipc
 
@@ -184,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=PROMPT_TOKENS + args.steps + UNSTEADY_STEPS + 1, kv_cache_memory_bytes=1 << 28,
     )  # fmt: skip
     core = _Core(settings)
+    return_freed_memory()
     with tempfile.TemporaryDirectory() as directory:
         figures = [measure(core, clock, kind, count, args.steps, directory) for kind in kinds for count in rows]
     console = Console()

@@ -23,7 +23,7 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
 
 def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
     """Append the tokens to the sequence, up to the one that ends it. A complete grammar ends it before `min_tokens`."""
-    params = seq.request.params
+    params = seq.request.message.params
     if sampled.dead_end is not None:
         return Accepted(0, "error")
     if sampled.pooled is not None:

@@ -5,7 +5,7 @@ While decodes run, prefill takes what the step-time target leaves, in whole tile
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from headrace.engine.admission import SchedulerSettings
 from headrace.engine.plan import NewSequence, SequenceStep
@@ -18,8 +18,7 @@ FIRST_LOADS = 16
 """Blocks that a step fetches while answers stream, before it is known how long that takes."""
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(msgspec.Struct):
     """A plan in the making."""
 
     room: int
@@ -30,7 +29,9 @@ class Draft:
     """Rows left for log-probabilities of prompt tokens."""
     serves_background: bool = True
     """What nobody waits for may be in the step."""
-    load: StepLoad = field(default_factory=StepLoad)
+    rows: int = 0
+    pairs: int = 0
+    """Of rows and the keys they see, as step_time.py has it."""
     num_decodes: int = 0
     num_prefills: int = 0
     preempted: bool = False
@@ -38,9 +39,13 @@ class Draft:
     """Blocks that the step fetches from the host tier."""
     short_of_blocks: bool = False
     """A running sequence with more to compute got no block for it."""
-    new: list[NewSequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    steps: list[SequenceStep] = field(default_factory=list)
+    new: list[NewSequence] = []
+    block_copies: list[tuple[int, int]] = []
+    steps: list[SequenceStep] = []
+
+    @property
+    def load(self) -> StepLoad:
+        return StepLoad(self.rows, self.pairs)
 
 
 class Chunks:

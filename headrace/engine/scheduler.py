@@ -51,7 +51,7 @@ from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepR
 from headrace.engine.queue import Queue
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
-from headrace.engine.step_time import StepLoad, StepTimeModel
+from headrace.engine.step_time import StepTimeModel, chunk_pairs
 from headrace.engine.tiers import HostTier
 from headrace.engine.totals import Totals
 from headrace.protocol.ipc import BACKGROUND_PRIORITY, AddRequest, SequenceOutput, StepStats, TokenLogprobs
@@ -215,7 +215,8 @@ class Scheduler:
         if not draft.steps and not self._dropped:
             return None
         dropped, self._dropped = tuple(self._dropped), {}
-        saves, copies = self.kv_cache.take_saves(), tuple(draft.block_copies)
+        copies = tuple(draft.block_copies)
+        saves = () if self.kv_cache.tier is None else self.kv_cache.take_saves()
         plan = Plan(self._next_step, dropped, tuple(draft.new), copies, tuple(draft.steps), saves)
         self._next_step += 1
         return plan
@@ -228,7 +229,8 @@ class Scheduler:
         return not (is_live or self._running.is_live) or self._background.is_due
 
     def _serve_decodes(self, draft: Draft) -> None:
-        steps, num_pairs = draft.steps, 0
+        steps = draft.steps
+        rows = pairs = 0
         running = self._running.all()
         if not draft.serves_background:
             running = [seq for seq in running if not seq.request.is_background]
@@ -241,16 +243,18 @@ class Scheduler:
                 steps.append(SequenceStep(seq.seq_id, num_tokens - 1, 1, self._no_blocks, True))
                 seq.num_planned_tokens = num_tokens
                 seq.num_tokens = num_tokens + 1
-                num_pairs += num_tokens
+                rows += 1
+                pairs += num_tokens
                 continue
             while seq.state is SequenceState.RUNNING and not self.kv_cache.advance(seq):
                 self._preempt(self._running.last())
                 draft.preempted = True
             if seq.state is SequenceState.RUNNING:
                 self._give(draft, seq, 1)
-        given, draft.num_decodes = draft.load, len(steps)
-        draft.load = StepLoad(len(steps), given.pairs + num_pairs)
-        draft.room -= len(steps) - given.rows
+        draft.rows += rows
+        draft.pairs += pairs
+        draft.room -= rows
+        draft.num_decodes = len(steps)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue with all its tokens and a new id; whatever a step in flight says of the old id is void
@@ -375,7 +379,8 @@ class Scheduler:
         loads, seq.loads = tuple(seq.loads), []
         draft.num_loads += len(loads)
         draft.steps.append(SequenceStep(seq.seq_id, start, num_tokens, new_block_ids, samples, num_scored, loads))
-        draft.load = draft.load.plus(num_tokens, start)
+        draft.rows += num_tokens
+        draft.pairs += chunk_pairs(num_tokens, start)
         draft.room -= num_tokens
         seq.num_announced_blocks = [len(table) for table in seq.block_tables]
         seq.num_planned_tokens += num_tokens
@@ -393,20 +398,23 @@ class Scheduler:
         lost, size = result.lost, self.settings.block_size
         sampled = {entry.seq_id: entry for entry in result.sampled}
         scored = {entry.seq_id: entry.logprobs for entry in result.scored}
-        load = StepLoad.of([step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps)
-        num_decodes = num_loaded = 0
+        rows = pairs = num_decodes = num_loaded = 0
         outputs = []
         for step in plan.steps:
-            seq_id, count, computed = step.seq_id, step.num_tokens, step.start + step.num_tokens
-            num_decodes += count == 1 and step.samples
-            num_loaded += len(step.loads)
+            seq_id, start, count = step.seq_id, step.start, step.num_tokens
             seq = self._by_id.get(seq_id)
+            num_loaded += len(step.loads)
+            if seq_id in lost:
+                if seq is not None:
+                    self.kv_cache.lose(step.loads)
+                    self._preempt(seq)
+                continue
+            rows += count
+            pairs += chunk_pairs(count, start)
+            num_decodes += count == 1 and step.samples
             if seq is None:
                 continue
-            if seq_id in lost:
-                self.kv_cache.lose(step.loads)
-                self._preempt(seq)
-                continue
+            computed = start + count
             seq.num_computed_tokens = computed
             if computed // size > seq.num_published_blocks:
                 self.kv_cache.publish(seq)
@@ -423,8 +431,8 @@ class Scheduler:
                 outputs.append(
                     SequenceOutput(request_id=name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs)
                 )
-        self.step_time.observe(load, result.seconds)
-        self._last_step = (plan.step, load.rows - num_decodes, num_decodes)
+        self.step_time.observe((rows, pairs), result.seconds)
+        self._last_step = (plan.step, rows - num_decodes, num_decodes)
         if plan.saves or num_loaded:
             self.kv_cache.moves.saved(len(plan.saves), result.saved_s)
             self.kv_cache.moves.loaded(num_loaded, result.loaded_s)
@@ -462,20 +470,21 @@ class Scheduler:
     def stats(self, step_s: float) -> StepStats:
         """State after the last updated step, which took `step_s` seconds in all."""
         step, num_prefill_tokens, num_decode_tokens = self._last_step
-        tier, totals = self.kv_cache.tier, self._totals
+        kv_cache, totals, num_waiting = self.kv_cache, self._totals, self.num_waiting
+        tier = kv_cache.tier
         return StepStats(
             step=step,
             step_s=step_s,
             num_running=len(self._running),
-            num_waiting=self.num_waiting,
-            waiting_reason=self._waiting_reason if self.num_waiting else "",
+            num_waiting=num_waiting,
+            waiting_reason=self._waiting_reason if num_waiting else "",
             num_prefill_tokens=num_prefill_tokens,
             num_decode_tokens=num_decode_tokens,
-            kv_blocks_used=self.kv_cache.pool.num_used,
-            kv_blocks_total=self.kv_cache.pool.num_blocks,
+            kv_blocks_used=kv_cache.pool.num_used,
+            kv_blocks_total=kv_cache.pool.num_blocks,
             host_blocks_used=tier.num_used if tier is not None else 0,
             host_blocks_total=self.settings.num_host_blocks,
-            num_swapped=sum(self.kv_cache.is_swapped(seq) for seq in self._queue) if tier is not None else 0,
+            num_swapped=sum(kv_cache.is_swapped(seq) for seq in self._queue) if tier is not None else 0,
             prefix_queries_total=totals.prefix_queries,
             prefix_hits_total=totals.prefix_hits,
             host_hits_total=totals.host_hits,

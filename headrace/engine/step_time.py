@@ -27,24 +27,26 @@ _PREFERENCE = (1e-3, 1e-6, 1e-3)
 so a larger step is expected to take proportionally longer."""
 
 
+def chunk_pairs(num_tokens: int, context: int) -> int:
+    """Of so many tokens after `context` earlier ones."""
+    return num_tokens * context + num_tokens * (num_tokens + 1) // 2
+
+
 class StepLoad(NamedTuple):
-    """The work in one step. A chunk of n tokens after `context` earlier ones has n * context + n (n + 1) / 2 pairs."""
+    """The work in one step."""
 
     rows: int = 0
     pairs: int = 0
 
     def plus(self, num_tokens: int, context: int) -> StepLoad:
-        pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
-        return StepLoad(self.rows + num_tokens, self.pairs + pairs)
+        return StepLoad(self.rows + num_tokens, self.pairs + chunk_pairs(num_tokens, context))
 
     @staticmethod
     def of(steps: Iterable[SequenceStep]) -> StepLoad:
-        rows = pairs = 0
+        load = StepLoad()
         for step in steps:
-            count = step.num_tokens
-            rows += count
-            pairs += count * step.start + count * (count + 1) // 2
-        return StepLoad(rows, pairs)
+            load = load.plus(step.num_tokens, step.start)
+        return load
 
     @property
     def padded_rows(self) -> int:
@@ -69,19 +71,19 @@ class StepTimeModel:
         self._most_rows = 0
         self._most_pairs = 0
         self._fit: tuple[float, float, float] | None = None
-        self._unread: list[tuple[StepLoad, float]] = []
+        self._unread: list[tuple[tuple[int, int], float]] = []
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Take note of a finished step. One that took more than twice its cell's mean counts as twice: a hiccup moves
-        the estimate by a quarter, a lasting change is followed within about ten steps."""
+    def observe(self, load: tuple[int, int], seconds: float) -> None:
+        """Take note of a finished step of so many rows and pairs. One that took more than twice its cell's mean counts
+        as twice: a hiccup moves the estimate by a quarter, a lasting change is followed within about ten steps."""
         self._unread.append((load, seconds))
         if len(self._unread) >= MOST_UNREAD:
             self._read()
 
     def _read(self) -> None:
-        for load, seconds in self._unread:
-            if load.rows > 0 and seconds > 0:
-                self._learn(load, seconds)
+        for (rows, pairs), seconds in self._unread:
+            if rows > 0 and seconds > 0:
+                self._learn(StepLoad(rows, pairs), seconds)
         self._unread.clear()
 
     def _learn(self, load: StepLoad, seconds: float) -> None:

@@ -39,7 +39,7 @@ class Decodes:
     def __init__(
         self, table: SequenceTable, rows: Sequence[int], steps: Sequence[SequenceStep], batch: Batch, block_size: int
     ) -> None:
-        """`batch` is that of `steps`."""
+        """`batch` is that of `steps`, each of which computes one token and samples."""
         self.rows = rows
         self.asked: Asked | None = None
         """What the sampler is asked, where that is the same for every step but for the draws."""
@@ -61,14 +61,9 @@ class Decodes:
         self._uniforms: memoryview[float] = cast("memoryview[float]", memoryview(b""))
         self._streams: list[tuple[int, int]] = []
 
-    @staticmethod
-    def are(steps: Sequence[SequenceStep]) -> bool:
-        """Each computes one token and samples."""
-        return all(step.num_tokens == 1 and step.samples for step in steps)
-
     def advance(self, steps: Sequence[SequenceStep]) -> bool:
-        """Make `batch` that of these steps, whose blocks are in the table; False if they are anything but the next
-        tokens of the same sequences. The batch is then of no use any more."""
+        """Make `batch`, and the random numbers of `asked`, those of these steps, whose blocks are in the table. False
+        if they are anything but the next tokens of the same sequences: this is then of no use any more."""
         if len(steps) != len(self._seq_ids):
             return False
         tokens, size, expected = self._table.token_view, self._block_size, self._next
@@ -84,6 +79,8 @@ class Decodes:
             seq_lens[i] = expected[i] = position + 1
             for group in self._groups:
                 group.slots[i] = position + group.offsets[i]
+        for i, stream in self._streams:
+            self._uniforms[i] = uniform(stream, expected[i])
         return True
 
     def _enter_block(self, i: int, position: int) -> bool:
@@ -103,8 +100,3 @@ class Decodes:
             return
         self.asked, self._uniforms = asked, cast("memoryview[float]", asked.rows.uniforms.data)
         self._streams = [(i, state.stream) for i, state in enumerate(asked.states) if state.params.temperature > 0]
-
-    def draw(self) -> None:
-        """The random numbers for the tokens behind those that `batch` computes."""
-        for i, stream in self._streams:
-            self._uniforms[i] = uniform(stream, self._next[i])

@@ -121,14 +121,15 @@ class Runner:
         grown: list[tuple[int, NDArray[np.int64]]] = []
         decodes, self._decodes = self._decodes, None
         try:
-            loads = plan.loads
-            failed = self._host.load(loads) if loads else frozenset()
+            growing = [step for step in plan.steps if step.loads or any(step.new_block_ids)]
+            failed = self._host.load(plan.loads) if growing else frozenset()
             loaded_s = time.perf_counter()
             lost = _without_blocks(plan, failed) if failed else frozenset()
             steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
-            self.kernels.copy_blocks(plan.block_copies)
-            for step in steps:
-                if any(step.new_block_ids):
+            if plan.block_copies:
+                self.kernels.copy_blocks(plan.block_copies)
+            for step in growing:
+                if step.seq_id not in lost:
                     row = table.row(step.seq_id)
                     grown.append((row, table.num_blocks[:, row].copy()))
                     table.append_blocks(row, step.new_block_ids)
@@ -154,50 +155,48 @@ class Runner:
     def _compute(
         self, steps: Sequence[SequenceStep], decodes: Decodes | None
     ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
-        """`decodes` of the step before, which these steps may continue."""
+        """`decodes` of the step before, which these steps may continue. All that can be done before the forward, which
+        sweeps the caches, is done before it."""
         if self._forward is None:
             raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
-        if decodes is None or not decodes.advance(steps):
-            table = self._table
-            rows = np.array([table.row(step.seq_id) for step in steps], np.int64)
-            if self._pooling is not None:
-                return self._pool(self._forward(self._pooling.batch(table, rows, steps, self._block_size)), steps), ()
-            batch = build_batch(table, rows, steps, self._block_size)
-            if not Decodes.are(steps):
-                return self._choose(self._forward(batch), steps, rows.tolist())
-            decodes = Decodes(table, rows.tolist(), steps, batch, self._block_size)
-        result = self._choose(self._forward(decodes.batch), steps, decodes.rows, decodes)
-        self._decodes = decodes
-        return result
-
-    def _pool(self, values: Buffer, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
-        assert self._pooling is not None
-        sampled, broken = self._pooling.results(self.kernels.host_rows(values), self._table, steps)
-        if broken:
-            raise BrokenSequences(broken)
-        return sampled
-
-    def _choose(
-        self, logits: Buffer, steps: Sequence[SequenceStep], rows: Sequence[int], decodes: Decodes | None = None
-    ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
-        """`rows` are the table's of `steps`."""
-        scoring: list[SequenceStep] = []
-        if decodes is not None and decodes.asked is not None:
-            asked = decodes.asked
-            decodes.draw()
+        table = self._table
+        if decodes is not None and decodes.advance(steps):
+            batch, rows = decodes.batch, decodes.rows
         else:
+            places = np.array([table.row(step.seq_id) for step in steps], np.int64)
+            if self._pooling is not None:
+                return self._pool(self._pooling.batch(table, places, steps, self._block_size), steps), ()
+            batch, rows, decodes = build_batch(table, places, steps, self._block_size), places.tolist(), None
+            if all(step.num_tokens == 1 and step.samples for step in steps):
+                decodes = Decodes(table, rows, steps, batch, self._block_size)
+                batch = decodes.batch
+        scoring: list[SequenceStep] = []
+        asked = decodes.asked if decodes is not None else None
+        if asked is None:
             scoring = [step for step in steps if step.num_scored]
             choosing = [(step, row) for step, row in zip(steps, rows, strict=True) if step.samples]
-            if not choosing and not scoring:
-                return (), ()
-            asked = ask(self._table, choosing, scoring, self.files.config.vocab_size)
+            asked = ask(table, choosing, scoring, self.files.config.vocab_size)
             if decodes is not None:
                 decodes.keep(asked)
+        logits = self._forward(batch)
+        if not asked.seq_ids:
+            return (), ()
         try:
             chosen = self.kernels.sample(logits, asked.rows)
         except InvalidLogits as error:
             raise BrokenSequences(list(dict.fromkeys(asked.seq_ids[row] for row in error.rows))) from error
-        return results(asked, chosen, scoring, self._table)
+        taken = results(asked, chosen, scoring, table)
+        self._decodes = decodes
+        return taken
+
+    def _pool(self, batch: Batch, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
+        assert self._pooling is not None
+        assert self._forward is not None
+        values = self.kernels.host_rows(self._forward(batch))
+        sampled, broken = self._pooling.results(values, self._table, steps)
+        if broken:
+            raise BrokenSequences(broken)
+        return sampled
 
     def _grammar_state(self, sequence: NewSequence) -> GrammarState | None:
         spec = sequence.params.grammar

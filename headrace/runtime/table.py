@@ -30,6 +30,7 @@ class SequenceTable:
         self.token_view = self.tokens.data
         """The same tokens, for a few of them at a time: numpy takes far longer to be asked for one."""
         self._count_view = self.num_tokens.data
+        self._columns = FIRST_TOKENS
         self.blocks: NDArray[np.int32] = np.zeros((num_groups, FIRST_ROWS, FIRST_BLOCKS), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros((num_groups, FIRST_ROWS), np.int64)
         self.sampling: list[SequenceSampling | None] = [None] * FIRST_ROWS
@@ -83,7 +84,7 @@ class SequenceTable:
 
     def append_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """One token to each row. There is room: every row has it for one more token than it holds."""
-        counts, columns = self._count_view, self.tokens.shape[1]
+        counts, columns = self._count_view, self._columns
         full = False
         for row, token_id in zip(rows, token_ids, strict=True):
             place = counts[row]
@@ -95,7 +96,7 @@ class SequenceTable:
 
     def _reserve_tokens(self, columns: int) -> None:
         self.tokens = _widened(self.tokens, columns)
-        self.token_view = self.tokens.data
+        self.token_view, self._columns = self.tokens.data, self.tokens.shape[1]
 
     def _grow_rows(self) -> None:
         rows = len(self.sampling)

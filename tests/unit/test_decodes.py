@@ -131,7 +131,6 @@ def test_what_is_asked_for_again_is_what_would_be_asked(params: dict[str, object
         streams.take(step)
         steps = streams.steps()
         assert decodes.advance(steps)
-        decodes.draw()
         wanted = ask(streams.table, list(zip(steps, streams.rows, strict=True)), (), 50)
         assert decodes.asked.rows.uniforms.tolist() == wanted.rows.uniforms.tolist()
         assert decodes.asked.rows.temperature.tolist() == wanted.rows.temperature.tolist()

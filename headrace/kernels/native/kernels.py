@@ -113,7 +113,8 @@ class NativeKernels:
         self.weight_bytes = 0
         self._library = library.load()
         self._device = _Device(self.variant, threads)
-        self._sample = Sampler(self._device.pointer)
+        self.sample: Callable[[Float32, SamplingRows], SampledRows] = Sampler(self._device.pointer)
+        """`logits` [rows, vocab]: what a captured forward gave."""
         self._cache: _Cache | None = None
         self._recording: Recording | None = None
 
@@ -352,10 +353,6 @@ class NativeKernels:
     def host_rows(self, rows: Float32) -> Float32:
         """A copy: the next step writes to the same memory."""
         return rows.copy()
-
-    def sample(self, logits: Float32, rows: SamplingRows) -> SampledRows:
-        """`logits` [rows, vocab]: what a captured forward gave."""
-        return self._sample(logits, rows)
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
