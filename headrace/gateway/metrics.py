@@ -93,6 +93,22 @@ class _Served:
         self.input_tokens = self.output_tokens = self.cached_tokens = self.cost_micros = 0
 
 
+class Replica(Protocol):
+    """The part of `balance.Load` that is shown."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def room(self) -> float: ...
+
+
+Replicas = Callable[[], Iterable[tuple[str, int, Replica]]]
+"""(upstream, number, load) of each replica of upstreams that have several."""
+
 Breakers = Callable[[], Iterable[tuple[str, str, str]]]
 """(upstream, model, state) of each breaker that exists."""
 
@@ -106,6 +122,7 @@ class GatewayMetrics:
         self.config_generation = 0
         self.config_failures = 0
         self.breakers: Breakers = tuple
+        self.replicas: Replicas = tuple
         self.usage_waiting: Callable[[], int] = int
         """Usage rows that are not in the database yet."""
         self.log_lines_dropped: Callable[[], int] = int
@@ -166,6 +183,7 @@ class GatewayMetrics:
         for upstream, model, state in self.breakers():
             breakers.add_metric((upstream, model), BREAKER_VALUES[state])
         yield breakers
+        yield from self._collect_replicas()
         yield GaugeMetricFamily(
             PREFIX + "usage_rows_waiting", "Usage rows not yet in the database.", value=self.usage_waiting()
         )
@@ -186,6 +204,22 @@ class GatewayMetrics:
         yield CounterMetricFamily(
             PREFIX + "log_lines_dropped", "Log lines that could not be written.", value=self.log_lines_dropped()
         )
+
+    def _collect_replicas(self) -> Iterator[Metric]:
+        labels = ("upstream", "replica")
+        gauges = [
+            GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            for name, text in (
+                ("replica_requests_in_flight", "Requests of this gateway at a replica."),
+                ("replica_healthy", "1 while a replica passes its health checks."),
+                ("replica_requests_waiting", "Requests in a replica's queue, as its engine says."),
+                ("replica_kv_cache_usage", "Share of a replica's KV cache in use, as its engine says."),
+            )
+        ]
+        for upstream, number, load in self.replicas():
+            for gauge, value in zip(gauges, (load.in_flight, load.healthy, load.waiting, 1.0 - load.room), strict=True):
+                gauge.add_metric((upstream, str(number)), value)
+        yield from gauges
 
     def _collect_counts(self) -> Iterator[Metric]:
         attempt = ("upstream", "model", "reason")

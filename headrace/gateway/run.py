@@ -14,12 +14,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import uvloop
 
 from headrace.config.errors import ConfigError
 from headrace.gateway.app import create_app
+from headrace.gateway.balance import Load
 from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides, load_config
 from headrace.gateway.engine_load import follow_loads
 from headrace.gateway.exchange import Application
@@ -196,11 +197,18 @@ def make_state(snapshot: Snapshot, ledger: Ledger, log: GatewayLog | None = None
         metrics.spans_dropped = lambda: tracer.num_dropped
     metrics.config_generation = snapshot.generation
     metrics.breakers = lambda: breaker_states(state)
+    metrics.replicas = lambda: replica_loads(state)
     metrics.usage_waiting = lambda: ledger.usage.waiting
     metrics.prompts_dropped = lambda: ledger.prompts.num_dropped
     if log is not None:
         metrics.log_lines_dropped = lambda: log.num_dropped
     return state
+
+
+def replica_loads(state: GatewayState) -> Iterator[tuple[str, int, Load]]:
+    for upstream in state.snapshot.upstreams.values():
+        for replica in range(len(upstream.replicas)):
+            yield upstream.name, replica, state.balancer.load(upstream.name, replica)
 
 
 def breaker_states(state: GatewayState) -> list[tuple[str, str, str]]:

@@ -241,3 +241,6 @@ def test_a_gateway_sends_requests_to_the_engine_with_the_shorter_queue(
             for _ in range(10):
                 assert httpx.post(gateway.url + "/v1/chat/completions", json=body, headers=gateway.auth).is_success
             assert (chats(engines[idle]), chats(engines[1 - idle])) == (10, 0)
+            shown = httpx.get(gateway.url + "/metrics").text
+            assert f'headrace_gateway_replica_requests_waiting{{replica="{1 - idle}",upstream="main"}} 40.0' in shown
+            assert f'headrace_gateway_replica_healthy{{replica="{idle}",upstream="main"}} 1.0' in shown
