@@ -10,6 +10,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.gateway.config_load import InvalidConfig, load_config
 from headrace.gateway.config_upstreams import UPSTREAM_KEYS
+from headrace.gateway.metrics import PREFIX, GatewayMetrics
 from headrace.gateway.rules import SUBJECTS
 from headrace.gateway.snapshot import Timeouts
 from tests.documents import Block, blocks
@@ -76,3 +77,9 @@ def test_the_defaults_of_the_page_are_the_defaults() -> None:
         f"connect = {t.connect_s:g}, first_token = {t.first_token_s:g}, idle = {t.idle_s:g}, total = {t.total_s:g}"
     )
     assert f"{{ {written} }}" in TEXT
+
+
+def test_the_table_of_metrics_is_complete() -> None:
+    collected = GatewayMetrics().collect()
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in collected}
+    assert {PREFIX + name for name in keys_of("Watching it")} == names
