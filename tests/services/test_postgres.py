@@ -19,6 +19,7 @@ from headrace.config.errors import ConfigError
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.keys import KeyMistake, KeyRequest
 from headrace.gateway.ledger import Ledger, open_ledger, open_store
+from headrace.gateway.prompt_log import Transcript
 from headrace.gateway.snapshot import Limits
 from headrace.gateway.storage import tables, upgrade
 from headrace.gateway.storage.database import open_database
@@ -214,3 +215,22 @@ def test_the_key_command_takes_the_url(url: str, tmp_path: Path, capsys: pytest.
     assert main(["key", "create", "ci", *where]) == 0
     assert main(["key", "list", *where]) == 0
     assert "ci" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_prompts_are_kept_and_removed_as_a_key_says(ledger: Ledger) -> None:
+    record, _ = ledger.store.create(KeyRequest(name="keeps", prompts_kept_s=60.0))
+    now_s = time.time()
+    for used_s, said in ((now_s - 61, b"old"), (now_s, b'{"a": "\xc3\xa9"}'), (now_s, b"\0\xff")):
+        transcript = Transcript()
+        transcript.add(said)
+        ledger.prompts.append(transcript.kept(event(key_id=record.id, time_s=used_s), 60.0, said))
+    wait_until(lambda: len(ledger.prompts.latest(record.id, 10)) == 2, 5)
+    assert [kept.answer for kept in ledger.prompts.latest(record.id, 10)] == [
+        '{"a": "é"}',
+        "(2 bytes that are no text)",
+    ]
+    ledger.prompts.prune()
+    assert ledger.database.count(tables.kept_prompts) == 2
+    ledger.prompts.forget(record.id)
+    assert ledger.database.count(tables.kept_prompts) == 0
+    assert ledger.store.keep_prompts("keeps", None).prompts_kept_s is None
