@@ -12,10 +12,11 @@ from headrace.server.serving import Serving
 async def score(serving: Serving, exchange: Exchange) -> None:
     fields = await read_fields(serving, exchange, ScoreFields)
     first, second = score_pairs(fields)
+    names = ("text_1" if fields.queries is None else "queries", "text_2" if fields.documents is None else "documents")
     head = serving.head("score")
 
     async def send() -> None:
-        scores, num_tokens = await pair_scores(serving, exchange, head, fields, first, second, ("text_1", "text_2"))
+        scores, num_tokens = await pair_scores(serving, exchange, head, fields, first, second, names)
         await exchange.answer_json(listing(head, "score", [("score", value) for value in scores], num_tokens))
 
     with serving.generating():
