@@ -20,13 +20,25 @@ from headrace.gateway.snapshot import Upstream
 class Deadline:
     """Cancels the task that made it when a limit passes; one timer, looked at again when it fires."""
 
-    __slots__ = ("_active_s", "_exchange", "_expired", "_handle", "_limit", "_loop", "_start_s", "_task", "_upstream")
+    __slots__ = (
+        "_active_s",
+        "_exchange",
+        "_expired",
+        "_handle",
+        "_is_stream",
+        "_limit",
+        "_loop",
+        "_start_s",
+        "_task",
+        "_upstream",
+    )
 
     def __init__(self, upstream: Upstream, exchange: Exchange, *, stream: bool) -> None:
         self._upstream = upstream
         self._exchange = exchange
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._is_stream = stream
         self._limit = "first_token" if stream else "total"
         self._expired: str | None = None
 
@@ -44,7 +56,7 @@ class Deadline:
         if self._task is not None:
             self._task.uncancel()
         seconds = getattr(self._upstream.timeouts, f"{self._expired}_s")
-        raise upstream_errors.timed_out(self._upstream, self._expired, seconds) from None
+        raise upstream_errors.timed_out(self._upstream, self._expired, seconds, is_whole=not self._is_stream) from None
 
     @property
     def elapsed_s(self) -> float:

@@ -76,8 +76,9 @@ def connection_lost(upstream: Upstream) -> UpstreamFailure:
     return UpstreamFailure(_upstream_error(502, "upstream_unreachable", message), repeats=True)
 
 
-def timed_out(upstream: Upstream, limit: str, seconds: float) -> UpstreamFailure:
-    """`limit` is connect, first_token, idle or total: the name of the setting without its unit."""
+def timed_out(upstream: Upstream, limit: str, seconds: float, *, is_whole: bool = False) -> UpstreamFailure:
+    """`limit` is connect, first_token, idle or total: the name of the setting without its unit. `is_whole`: no stream
+    was asked for."""
     what = {
         "connect": "took no connection",
         "first_token": "sent nothing of an answer",
@@ -88,6 +89,8 @@ def timed_out(upstream: Upstream, limit: str, seconds: float) -> UpstreamFailure
         f"The upstream {upstream.name} {what} within {seconds:g} s. "
         f"This limit is `timeouts.{limit}` of the upstream {upstream.name}."
     )
+    if is_whole and limit == "total":
+        message += " Ask for a long answer with `stream` true: then its words come as they are written."
     return UpstreamFailure(_upstream_error(504, f"upstream_timeout_{limit}", message))
 
 

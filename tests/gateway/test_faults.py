@@ -194,6 +194,8 @@ def test_a_fault_before_content_is_a_proper_error_and_costs_nothing(
     assert (event.output_tokens, event.cost_micros) == (0, 0)
     if fault == "429":
         assert answer.headers["retry-after"] == "7"
+    assert answer.error is not None
+    assert ("with `stream` true" in answer.error["message"]) == (code == "upstream_timeout_total")
 
 
 @ways
