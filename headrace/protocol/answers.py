@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.protocol.ipc import TokenLogprobs
 from headrace.protocol.logprobs import ScoredToken
 
@@ -61,8 +63,7 @@ class ToolCall:
 AnswerPart = Content | Reasoning | ToolCall
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What a choice gained: usually one token and its text. The text is whole characters, free of stop strings.
 
     `finish_reason` comes with the last one. `stop_reason` is the stop string or the id from `stop_token_ids` that

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+
+import msgspec
 
 from headrace.protocol.answers import Delta
 from headrace.server.replies import Tally
@@ -20,14 +21,14 @@ async def best_choices(deltas: AsyncIterator[Delta], *, of: int, keep: int, tall
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             if delta.prompt_logprobs is not None:
-                yield dataclasses.replace(delta, index=delta.index // of * keep)
+                yield msgspec.structs.replace(delta, index=delta.index // of * keep)
             else:
                 parts.setdefault(delta.index, []).append(delta)
     choices = [joined(part) for _, part in sorted(parts.items())]
     for start in range(0, len(choices), of):
         ranked = sorted(choices[start : start + of], key=_cumulative_logprob, reverse=True)
         for place, choice in enumerate(ranked[:keep]):
-            yield dataclasses.replace(choice, index=start // of * keep + place)
+            yield msgspec.structs.replace(choice, index=start // of * keep + place)
         tally.add_unseen(sum(len(choice.token_ids) for choice in ranked[keep:]))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+
+import msgspec
 
 from headrace.protocol import errors, openai_completions
 from headrace.protocol.answers import Delta
@@ -107,7 +108,7 @@ async def _without_tokens(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
                 yield delta
             elif delta.finish_reason is not None:
                 tokens = None if delta.tokens is None else ()
-                yield dataclasses.replace(
+                yield msgspec.structs.replace(
                     delta, text="", token_ids=(), tokens=tokens, finish_reason="length", stop_reason=None
                 )
 

@@ -6,11 +6,12 @@ engine ──► tokens ──► Choice (headrace/text/choice.py) ──► Del
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.answers import Delta
@@ -144,4 +145,4 @@ async def generate_all(
 
 
 def _renumbered(delta: Delta, first_index: int) -> Delta:
-    return dataclasses.replace(delta, index=first_index + delta.index)
+    return msgspec.structs.replace(delta, index=first_index + delta.index)

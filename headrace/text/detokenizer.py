@@ -42,7 +42,7 @@ class Detokenizer:
         """The characters that these tokens complete."""
         tokenizer, kept = self._tokenizer, self._kept
         if self._skip_special_tokens:
-            raw = b"".join(tokenizer.token_bytes(t) for t in token_ids if t in kept or not tokenizer.is_special(t))
+            raw = b"".join([tokenizer.token_bytes(t) for t in token_ids if t in kept or not tokenizer.is_special(t)])
         else:
             raw = b"".join(map(tokenizer.token_bytes, token_ids))
         return self._decoder.decode(raw)
