@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.gateway import error_forms, headers
 from headrace.gateway.paths import ErrorForm
+from headrace.gateway.sent_key import without_keys
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
 from headrace.protocol.http_connection import BODY, CLIENT_LEFT, WRITE
@@ -45,7 +46,8 @@ class Exchange:
         self.began_s = time.perf_counter()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query: bytes = scope.get("query_string", b"")
+        query: bytes = scope.get("query_string", b"")
+        self.query = without_keys(query) if query else query
         self.raw_headers: RawHeaders = scope["headers"]
         self.headers = dict(self.raw_headers)
         client = scope.get("client")

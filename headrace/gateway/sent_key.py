@@ -11,9 +11,11 @@ differ, Authorization wins.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from headrace.gateway.key_secrets import PREFIX
 from headrace.protocol import access_errors
 
 KEY_HEADERS = frozenset({b"x-api-key", b"api-key", b"x-goog-api-key"})
@@ -78,3 +80,11 @@ def hint(value: str, known_prefix: str, known_chars: int) -> str:
     if len(value) != known_chars:
         return f"It has {len(value)} characters where {known_chars} are right: was it copied in part, or twice?"
     return "Look for a wrong character, or for the key of another gateway."
+
+
+def without_keys(query: bytes) -> bytes:
+    """A query without what could be this gateway's key: queries go on to upstreams."""
+    beginning = PREFIX.encode()
+    if beginning not in unquote_to_bytes(query):
+        return query
+    return b"&".join([pair for pair in query.split(b"&") if beginning not in unquote_to_bytes(pair)])

@@ -10,7 +10,9 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import httpx
 import pytest
 
 from headrace.gateway.config_load import InvalidConfig, load_config
@@ -247,3 +249,15 @@ def test_only_what_a_believed_proxy_added_is_believed(parts: Set, sent: str) -> 
             assert answer.status_code == (200 if FORWARDED[sent] else 403), answer.text
     finally:
         gateway.state.snapshot = before
+
+
+def test_a_key_in_the_address_is_none_and_goes_no_further(parts: Set) -> None:
+    key = parts.gateway.key
+    body = {"model": "fake", "messages": []}
+    for path in (CHAT, "/v1/files", "/v1/audio/speech"):
+        query = f"?key={key}&api-version=1&x=sk%2Dhr%2Da&token={key}"
+        answer = parts.gateway.client.post(path + query, json=body)
+        assert answer.status_code in (200, 400, 502), answer.text
+        target = parts.openai.last.target
+        assert "api-version=1" in target and "sk-hr-" not in unquote(target)
+    assert httpx.post(parts.gateway.url + CHAT + f"?key={key}", json=body).status_code == 401
