@@ -23,7 +23,7 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
 
 def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
     """Append the tokens to the sequence, up to the one that ends it. A complete grammar ends it before `min_tokens`."""
-    params = seq.request.message.params
+    params = seq.params
     if sampled.dead_end is not None:
         return Accepted(0, "error")
     if sampled.pooled is not None:
@@ -49,9 +49,8 @@ def output_of(
     seq: Sequence, sampled: Sampled, accepted: Accepted, prompt_logprobs: list[TokenLogprobs] | None, *, is_first: bool
 ) -> SequenceOutput:
     """What the sequence's reader is told of accepted tokens; with the `is_first` ones, how they came."""
-    request = seq.request
     return SequenceOutput(
-        request_id=request.message.request_id,
+        request_id=seq.name,
         index=seq.index,
         token_ids=list(sampled.token_ids[: accepted.num_tokens]),
         logprobs=None if sampled.logprobs is None else list(sampled.logprobs[: accepted.num_tokens]),
@@ -61,7 +60,7 @@ def output_of(
         stop_token_id=accepted.stop_token_id,
         error=sampled.dead_end,
         error_code="grammar_dead_end" if sampled.dead_end is not None else "engine_error",
-        num_cached_tokens=request.num_cached_tokens if is_first else 0,
+        num_cached_tokens=seq.request.num_cached_tokens if is_first else 0,
         queue_s=(seq.queue_s or 0.0) if is_first else 0.0,
         num_preemptions=seq.num_preemptions,
     )
@@ -70,7 +69,7 @@ def output_of(
 def failed(seq: Sequence, index: int, message: str) -> SequenceOutput:
     """The end of sequence `index` of its request, which could not be computed."""
     return SequenceOutput(
-        request_id=seq.request.message.request_id,
+        request_id=seq.name,
         index=index,
         token_ids=[],
         finish_reason="error",

@@ -83,6 +83,9 @@ class Sequence:
     """Tokens known, and those being sampled by steps in flight, whose values are not."""
     most_tokens: int = field(init=False)
     """At so many the sequence ends; the last one is never computed."""
+    name: str = field(init=False)
+    """Its request's."""
+    params: SamplingParams = field(init=False)
     state: SequenceState = SequenceState.WAITING
     num_planned_tokens: int = 0
     num_computed_tokens: int = 0
@@ -111,6 +114,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
         self.most_tokens = self.num_prompt_tokens + self.request.max_new_tokens
+        self.name, self.params = self.request.message.request_id, self.request.params
 
     @property
     def rank(self) -> Rank:

@@ -76,6 +76,8 @@ class Scheduler:
         self._chunks = Chunks(settings, self.step_time)
         self._now = now
         self._requests: dict[str, Request] = {}
+        self._forking: dict[str, Request] = {}
+        """Those of them that ask for several sequences."""
         self._running = Ranking(lambda seq: seq.rank)
         self._queue = Queue(settings)
         self._background = BackgroundShare()
@@ -100,7 +102,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + sum(len(request.held) for request in self._requests.values())
+        return len(self._queue) + sum([len(request.held) for request in self._forking.values()])
 
     def knows(self, request_id: str) -> bool:
         """A sequence of the request waits or runs."""
@@ -128,6 +130,8 @@ class Scheduler:
             held=list(range(1, message.params.n)),
         )
         self._requests[message.request_id] = request
+        if message.params.n > 1:
+            self._forking[message.request_id] = request
         self._num_background += is_background
         self._queue.came(request)
         self._enqueue(request, index=0)
@@ -179,6 +183,7 @@ class Scheduler:
         self._release_forks(request)
         if not request.sequences:
             del self._requests[request.message.request_id]
+            self._forking.pop(request.message.request_id, None)
             self._num_background -= request.is_background
             if not request.started:
                 self._queue.left(request)
@@ -419,7 +424,7 @@ class Scheduler:
             if computed // size > seq.num_published_blocks:
                 self.kv_cache.publish(seq)
             prompt_logprobs = unreported(seq.request, step, scored) if step.num_scored else None
-            if seq.request.held and computed >= seq.num_prompt_tokens:
+            if start < seq.num_prompt_tokens <= computed:
                 self._release_forks(seq.request)
             if step.samples:
                 entry = sampled.get(seq_id)
@@ -427,10 +432,10 @@ class Scheduler:
                     raise RuntimeError(f"step {plan.step} gave no token for sequence {seq_id}, which samples")
                 outputs.append(self._accept(seq, entry, prompt_logprobs))
             elif prompt_logprobs:
-                name = seq.request.message.request_id
-                outputs.append(
-                    SequenceOutput(request_id=name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs)
+                scores = SequenceOutput(
+                    request_id=seq.name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs
                 )
+                outputs.append(scores)
         self.step_time.observe((rows, pairs), result.seconds)
         self._last_step = (plan.step, rows - num_decodes, num_decodes)
         if plan.saves or num_loaded:
