@@ -64,7 +64,8 @@ def line(standing: Standing) -> str:
     if standing.num_failed:
         parts.append(f"{standing.num_failed:,} failed")
     if standing.seconds > 0:
-        parts.append(f"{standing.generated_tokens / standing.seconds:,.0f} tokens/s")
+        num_tokens = standing.generated_tokens or standing.prompt_tokens  # vectors and scores generate none
+        parts.append(f"{num_tokens / standing.seconds:,.0f} tokens/s")
     now = standing.num_answered - standing.num_before
     if now > 0:
         left_s = int(standing.seconds / now * (standing.num_requests - standing.num_answered))

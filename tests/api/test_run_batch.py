@@ -103,6 +103,20 @@ def test_lines_are_answered_as_the_server_would(tmp_path: Path, model: Path) -> 
     assert "did you mean /v1/completions?" in by_id["no url"]["error"]["message"]
 
 
+def test_vectors_and_scores_come_in_batches_too(tmp_path: Path, model: Path) -> None:
+    lines = [
+        asking("vector", "/v1/embeddings", input=["a", "b"]),
+        asking("ranks", "/v1/rerank", query="a", documents=["b", "a"]),
+        asking("text"),
+    ]
+    source, output = write_lines(tmp_path / "in", lines), tmp_path / "out"
+    done(source, output, model, "--runner", "pooling", log=tmp_path / "log", status=1)
+    bodies = {line["custom_id"]: line["response"]["body"] for line in read_lines(output.read_text())}
+    assert [len(vector["embedding"]) for vector in bodies["vector"]["data"]] == [64, 64]
+    assert bodies["ranks"]["results"][0]["index"] == 1
+    assert "ask /v1/embeddings" in bodies["text"]["error"]["message"]
+
+
 def test_a_killed_run_goes_on_where_it_was_and_each_line_is_there_once(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
