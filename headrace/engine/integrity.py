@@ -59,6 +59,7 @@ def check_sequences(
     assert len(alive) == len(running) + len(queue), "a sequence is in no list, or in two"
     assert len(by_id) == len(running) <= settings.max_running
     assert all(request.sequences for request in requests.values()), "a request has no sequence left"
-    queued = [request.num_prompt_tokens for request in requests.values() if not request.started]
+    live = (request for request in requests.values() if not request.is_background)
+    queued = [request.num_prompt_tokens for request in live if not request.started]
     assert (queue.num_requests, queue.num_tokens) == (len(queued), sum(queued))
     assert not dropped.keys() & by_id.keys()

@@ -29,7 +29,7 @@ class Queue:
         self._longest: Sequence | None = None
         """Under "priority", of those that wait the one that came first; found anew for every step."""
         self.num_requests = 0
-        """Requests of which no sequence has been started."""
+        """Live requests of which no sequence has been started."""
         self.num_tokens = 0
         """Of their prompts."""
 
@@ -74,13 +74,16 @@ class Queue:
         )
 
     def came(self, request: Request) -> None:
-        self.num_requests += 1
-        self.num_tokens += request.num_prompt_tokens
+        """Background work fills no queue: who sends it bounds it."""
+        if not request.is_background:
+            self.num_requests += 1
+            self.num_tokens += request.num_prompt_tokens
 
     def left(self, request: Request) -> None:
         """Its first sequence has been started, or it is over."""
-        self.num_requests -= 1
-        self.num_tokens -= request.num_prompt_tokens
+        if not request.is_background:
+            self.num_requests -= 1
+            self.num_tokens -= request.num_prompt_tokens
 
     # order
 

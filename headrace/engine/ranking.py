@@ -29,6 +29,14 @@ class Ranking:
         return self._sequences[:count]
 
     @property
+    def num_live(self) -> int:
+        """Those that somebody waits for."""
+        last = self._sequences[-1] if self._sequences else None
+        if last is None or not last.request.is_background:
+            return len(self._sequences)
+        return sum(not seq.request.is_background for seq in self._sequences)
+
+    @property
     def is_live(self) -> bool:
         """Somebody waits for one of them: background work is ranked behind all that is not."""
         return bool(self._sequences) and not self._sequences[0].request.is_background

@@ -36,8 +36,6 @@ class Request:
     domain: bytes
     max_new_tokens: int
     """The most tokens one sequence may generate: `max_tokens`, or less where the context ends."""
-    is_background: bool = False
-    """Nobody waits for it."""
     held: list[int] = field(default_factory=list)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By index; those that wait or run."""
@@ -58,6 +56,10 @@ class Request:
     def scores(self) -> bool:
         """Log-probabilities of prompt tokens are still to come, so the prompt must be computed, cached or not."""
         return self.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1
+
+    @property
+    def is_background(self) -> bool:
+        return self.message.is_background
 
     @property
     def needs_every_row(self) -> bool:

@@ -54,7 +54,7 @@ from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepTimeModel, chunk_pairs
 from headrace.engine.tiers import HostTier
 from headrace.engine.totals import Totals
-from headrace.protocol.ipc import BACKGROUND_PRIORITY, AddRequest, SequenceOutput, StepStats, TokenLogprobs
+from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
@@ -113,17 +113,16 @@ class Scheduler:
         settings = self.settings
         if message.request_id in self._requests:
             return Refusal("invalid_request", f"The request id {message.request_id!r} is in use already.")
-        could_start = settings.max_running - len(self._running)
-        refused = refusal(message, settings) or self._queue.refusal(len(message.token_ids), could_start)
+        could_start = settings.max_running - self._running.num_live
+        full = None if message.is_background else self._queue.refusal(len(message.token_ids), could_start)
+        refused = refusal(message, settings) or full
         if refused is not None:
             return refused
         order = next(self._arrivals)
         by_priority = settings.policy == "priority"
-        is_background = message.priority >= BACKGROUND_PRIORITY >> 1
         request = Request(
             message=message,
-            rank=(message.priority, message.arrival_s, order) if by_priority else (int(is_background), 0.0, order),
-            is_background=is_background,
+            rank=(message.priority, message.arrival_s, order) if by_priority else (message.is_background, 0.0, order),
             domain=self._domain(message, order),
             # What is pooled has no next token, but ends as if after one.
             max_new_tokens=max(1, min(message.params.max_tokens, settings.max_model_len - len(message.token_ids))),
@@ -132,7 +131,7 @@ class Scheduler:
         self._requests[message.request_id] = request
         if message.params.n > 1:
             self._forking[message.request_id] = request
-        self._num_background += is_background
+        self._num_background += message.is_background
         self._queue.came(request)
         self._enqueue(request, index=0)
         return None
@@ -228,10 +227,10 @@ class Scheduler:
 
     def _turn_to_background(self) -> bool:
         """May background work be in this step? It makes room for a live request that the last one could not start."""
-        is_live = self._queue.is_live
-        if is_live and self._waiting_reason and self._running and self._running.last().request.is_background:
-            self._preempt(self._running.last())
-        return not (is_live or self._running.is_live) or self._background.is_due
+        running, queue = self._running, self._queue
+        if queue.is_live and self._waiting_reason and running and running.last().request.is_background:
+            self._preempt(running.last())
+        return not (queue.is_live or running.is_live) or self._background.is_due
 
     def _serve_decodes(self, draft: Draft) -> None:
         steps = draft.steps
@@ -474,28 +473,15 @@ class Scheduler:
 
     def stats(self, step_s: float) -> StepStats:
         """State after the last updated step, which took `step_s` seconds in all."""
-        step, num_prefill_tokens, num_decode_tokens = self._last_step
-        kv_cache, totals, num_waiting = self.kv_cache, self._totals, self.num_waiting
-        tier = kv_cache.tier
-        return StepStats(
-            step=step,
+        num_waiting, tier = self.num_waiting, self.kv_cache.tier
+        return self._totals.stats(
+            self.kv_cache,
+            last_step=self._last_step,
             step_s=step_s,
             num_running=len(self._running),
             num_waiting=num_waiting,
             waiting_reason=self._waiting_reason if num_waiting else "",
-            num_prefill_tokens=num_prefill_tokens,
-            num_decode_tokens=num_decode_tokens,
-            kv_blocks_used=kv_cache.pool.num_used,
-            kv_blocks_total=kv_cache.pool.num_blocks,
-            host_blocks_used=tier.num_used if tier is not None else 0,
-            host_blocks_total=self.settings.num_host_blocks,
-            num_swapped=sum(kv_cache.is_swapped(seq) for seq in self._queue) if tier is not None else 0,
-            prefix_queries_total=totals.prefix_queries,
-            prefix_hits_total=totals.prefix_hits,
-            host_hits_total=totals.host_hits,
-            host_saved_total=totals.host_saved,
-            host_loaded_total=totals.host_loaded,
-            preemptions_total=totals.preemptions,
+            num_swapped=0 if tier is None else sum(map(self.kv_cache.is_swapped, self._queue)),
         )
 
     def reset_prefix_cache(self) -> int:

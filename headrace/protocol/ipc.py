@@ -125,6 +125,11 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
 
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for it."""
+        return self.priority >= BACKGROUND_PRIORITY >> 1
+
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
     """Stop a sequence (or, with index None, all sequences of the request) and free its blocks."""

@@ -7,7 +7,7 @@ import pytest
 from headrace.engine.background import SHARE
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler, SchedulerSettings
-from headrace.protocol.ipc import BACKGROUND_PRIORITY
+from headrace.protocol.ipc import BACKGROUND_PRIORITY, AddRequest, SamplingParams
 from tests.paged_oracle import Engine
 
 
@@ -121,3 +121,18 @@ def test_a_batch_is_preempted_before_live_requests_that_came_later() -> None:
     live = [output.num_preemptions for output in run.outputs["live", 0]]
     assert max(live) == 0
     assert max(output.num_preemptions for output in run.outputs["batch-0", 0]) >= 1
+
+
+def test_a_batch_takes_no_live_requests_place_in_the_queue() -> None:
+    run = engine(max_num_seqs=2, max_num_queued_reqs=1)
+    batch(run, 6)
+    run.step()
+    for i in range(3):
+        run.add(f"live-{i}", prompt(8, start=100 * i))
+    refused = run.scheduler.add(
+        AddRequest(request_id="more", token_ids=[1], params=SamplingParams(max_tokens=1), arrival_s=0.0)
+    )
+    assert refused is not None and refused.code == "queue_full"
+    run.run()
+    for name in run.requests:
+        run.assert_tokens_as_if_alone(name)
