@@ -1,6 +1,7 @@
 """`python -m headrace.bench.step`: what a decode step costs besides the model's forward.
 
-    ... forward ] sample, take tokens in, send them, look for messages, schedule, build the batch [ forward ...
+    ... forward ] sample, take the tokens in | send them, look for messages | schedule, build the batch [ forward ...
+                  step                       | loop                         | step
 
 The core's own loop runs here, in this process, with the messages it would get from a server. Time is the thread's CPU
 time from the end of one forward to the start of the next, so what the forward has thrown out of the caches is paid for;
@@ -48,9 +49,12 @@ UNSTEADY_STEPS = 4
 class Figure:
     sampling: str
     rows: int
-    python_us: float
+    step_us: float
+    """Python between two forwards, in `EngineCore.step`."""
+    loop_us: float
+    """The same in the loop around it: messages."""
     library_us: float
-    """In calls besides the forward."""
+    """In calls of the library besides the forward."""
     forward_us: float
 
 
@@ -93,12 +97,16 @@ class Clock:
 
 
 class _Core(EngineCore):
-    """Tells when it has nothing left to do."""
+    """Notes when steps begin and end, and tells when it has nothing left to do."""
 
     when_done: Callable[[], None]
+    ends: list[float]
+    starts: list[float]
 
     def step(self) -> ipc.StepOutput | None:
+        self.starts.append(time.thread_time())
         output = super().step()
+        self.ends.append(time.thread_time())
         if not self.has_work:
             self.when_done()
         return output
@@ -126,6 +134,7 @@ def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int, dir
         core.when_done = lambda: server.send(ipc.encode(ipc.Stop()))
         client.poll()
         clock.clear()
+        core.starts, core.ends = [], []
         CoreLoop(client, pipe).run(core)
     finally:
         for socket in (server, client):
@@ -134,24 +143,27 @@ def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int, dir
         os.close(pipe)
         os.close(end)
     steady = range(len(clock.forwards) - steps, len(clock.forwards) - 1)
-    gaps = [clock.forwards[i + 1][0] - clock.forwards[i][1] - clock.others[i] for i in steady]
+    between = [clock.forwards[i + 1][0] - clock.forwards[i][1] for i in steady]
+    loop = [core.starts[i + 1] - core.ends[i] for i in steady]
+    other = [clock.others[i] for i in steady]
     return Figure(
         sampling,
         rows,
-        python_us=1e6 * median(gaps),
-        library_us=1e6 * median(clock.others[i] for i in steady),
+        step_us=1e6 * median(whole - part - rest for whole, part, rest in zip(between, loop, other, strict=True)),
+        loop_us=1e6 * median(loop),
+        library_us=1e6 * median(other),
         forward_us=1e6 * median(end - start for start, end in (clock.forwards[i] for i in steady)),
     )
 
 
 def table(figures: Sequence[Figure]) -> Table:
-    shown = Table("sampling", "rows", "Python us", "library us", "forward us", "Python's share")
+    shown = Table("sampling", "rows", "step us", "loop us", "library us", "forward us", "Python's share")
     for column in shown.columns[1:]:
         column.justify = "right"
     for f in figures:
-        share = f.python_us / (f.python_us + f.library_us + f.forward_us)
-        times = (f"{us:.0f}" for us in (f.python_us, f.library_us, f.forward_us))
-        shown.add_row(f.sampling, str(f.rows), *times, f"{share:.2%}")
+        times = (f.step_us, f.loop_us, f.library_us, f.forward_us)
+        share = (f.step_us + f.loop_us) / sum(times)
+        shown.add_row(f.sampling, str(f.rows), *(f"{us:.0f}" for us in times), f"{share:.2%}")
     return shown
 
 

@@ -96,8 +96,9 @@ class Scored(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     """What a step computed, in `seconds`, and what moving blocks took besides.
 
-    `lost` are sequences whose blocks could not be loaded: nothing was computed for them, and the runtime has dropped
-    them. A save that fails is told of when somebody tries to load it.
+    `sampled` and `scored` are in the order of the plan's steps. `lost` are sequences whose blocks could not be loaded:
+    nothing was computed for them, and the runtime has dropped them. A save that fails is told of when somebody tries
+    to load it.
     """
 
     step: int

@@ -33,6 +33,11 @@ class Queue:
         self.num_tokens = 0
         """Of their prompts."""
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that wait, in order; not to be changed."""
+        return self._waiting.sequences
+
     def __len__(self) -> int:
         return len(self._waiting)
 

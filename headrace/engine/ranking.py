@@ -14,42 +14,39 @@ class Ranking:
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         self._key = key
-        self._sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []
+        """In order; not to be changed by anybody else."""
 
     def add(self, seq: Sequence) -> None:
-        insort(self._sequences, seq, key=self._key)
+        insort(self.sequences, seq, key=self._key)
 
     def remove(self, seq: Sequence) -> None:
-        at = bisect_left(self._sequences, self._key(seq), key=self._key)
-        if at == len(self._sequences) or self._sequences[at] is not seq:
+        at = bisect_left(self.sequences, self._key(seq), key=self._key)
+        if at == len(self.sequences) or self.sequences[at] is not seq:
             raise KeyError(f"sequence {seq.seq_id} is not in this ranking")
-        del self._sequences[at]
+        del self.sequences[at]
 
     def first(self, count: int) -> list[Sequence]:
-        return self._sequences[:count]
+        return self.sequences[:count]
 
     @property
     def num_live(self) -> int:
         """Those that somebody waits for."""
-        last = self._sequences[-1] if self._sequences else None
+        last = self.sequences[-1] if self.sequences else None
         if last is None or not last.request.is_background:
-            return len(self._sequences)
-        return sum(not seq.request.is_background for seq in self._sequences)
+            return len(self.sequences)
+        return sum(not seq.request.is_background for seq in self.sequences)
 
     @property
     def is_live(self) -> bool:
         """Somebody waits for one of them: background work is ranked behind all that is not."""
-        return bool(self._sequences) and not self._sequences[0].request.is_background
-
-    def all(self) -> list[Sequence]:
-        """As they are now: the ranking may change while the list is walked."""
-        return self._sequences[:]
+        return bool(self.sequences) and not self.sequences[0].request.is_background
 
     def last(self) -> Sequence:
-        return self._sequences[-1]
+        return self.sequences[-1]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return iter(self.sequences)
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)

@@ -47,14 +47,14 @@ from headrace.engine.block_hash import domain_digest
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.integrity import check_blocks, check_sequences
 from headrace.engine.kv_cache import KVCache, Prefix
-from headrace.engine.plan import NewSequence, Plan, Sampled, SequenceStep, StepResult
+from headrace.engine.plan import NewSequence, Plan, SequenceStep, StepResult
 from headrace.engine.queue import Queue
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Rank, Request, Sequence, SequenceState
 from headrace.engine.step_time import StepTimeModel, chunk_pairs
 from headrace.engine.tiers import HostTier
 from headrace.engine.totals import Totals
-from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats, TokenLogprobs
+from headrace.protocol.ipc import AddRequest, SequenceOutput, StepStats
 
 __all__ = ["Refusal", "Scheduler", "SchedulerSettings"]
 
@@ -102,7 +102,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + sum([len(request.held) for request in self._forking.values()])
+        num_waiting = len(self._queue.sequences)
+        return num_waiting + sum(len(r.held) for r in self._forking.values()) if self._forking else num_waiting
 
     def knows(self, request_id: str) -> bool:
         """A sequence of the request waits or runs."""
@@ -206,7 +207,7 @@ class Scheduler:
             draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
             draft.serves_background = serves_background
             self._serve_decodes(draft)
-            if len(self._queue) > 0 or draft.num_decodes < len(self._running):
+            if self._queue.sequences or draft.num_decodes < len(self._running.sequences):
                 draft.target_s = self._chunks.target_s(draft)
                 self._serve_prefills(draft)
             if not draft.steps and not serves_background:
@@ -235,7 +236,7 @@ class Scheduler:
     def _serve_decodes(self, draft: Draft) -> None:
         steps = draft.steps
         rows = pairs = 0
-        running = self._running.all()
+        running = self._running.sequences[:]  # it may change while the list is walked
         if not draft.serves_background:
             running = [seq for seq in running if not seq.request.is_background]
         for seq in running:
@@ -400,14 +401,15 @@ class Scheduler:
             requests = [self._by_id[step.seq_id].request for step in plan.steps if step.seq_id in self._by_id]
             self._background.step(requests, result.seconds)
         lost, size = result.lost, self.settings.block_size
-        sampled = {entry.seq_id: entry for entry in result.sampled}
-        scored = {entry.seq_id: entry.logprobs for entry in result.scored}
+        sampled = iter(result.sampled)
+        scored = {entry.seq_id: entry.logprobs for entry in result.scored} if result.scored else {}
         rows = pairs = num_decodes = num_loaded = 0
         outputs = []
         for step in plan.steps:
             seq_id, start, count = step.seq_id, step.start, step.num_tokens
             seq = self._by_id.get(seq_id)
-            num_loaded += len(step.loads)
+            if step.loads:
+                num_loaded += len(step.loads)
             if seq_id in lost:
                 if seq is not None:
                     self.kv_cache.lose(step.loads)
@@ -415,6 +417,7 @@ class Scheduler:
                 continue
             rows += count
             pairs += chunk_pairs(count, start)
+            entry = next(sampled, None) if step.samples else None
             num_decodes += count == 1 and step.samples
             if seq is None:
                 continue
@@ -426,10 +429,13 @@ class Scheduler:
             if start < seq.num_prompt_tokens <= computed:
                 self._release_forks(seq.request)
             if step.samples:
-                entry = sampled.get(seq_id)
-                if entry is None:
+                if entry is None or entry.seq_id != seq_id:
                     raise RuntimeError(f"step {plan.step} gave no token for sequence {seq_id}, which samples")
-                outputs.append(self._accept(seq, entry, prompt_logprobs))
+                is_first = len(seq.token_ids) == seq.num_prompt_tokens
+                accepted = accept_tokens(seq, entry)
+                if accepted.finish_reason is not None:
+                    self._end(seq)
+                outputs.append(output_of(seq, entry, accepted, prompt_logprobs, is_first=is_first))
             elif prompt_logprobs:
                 scores = SequenceOutput(
                     request_id=seq.name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs
@@ -442,13 +448,6 @@ class Scheduler:
             self.kv_cache.moves.loaded(num_loaded, result.loaded_s)
             self._totals.moved(len(plan.saves), num_loaded)
         return outputs
-
-    def _accept(self, seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
-        is_first = len(seq.token_ids) == seq.num_prompt_tokens
-        accepted = accept_tokens(seq, sampled)
-        if accepted.finish_reason is not None:
-            self._end(seq)
-        return output_of(seq, sampled, accepted, prompt_logprobs, is_first=is_first)
 
     def fail(self, plan: Plan, message: str) -> list[SequenceOutput]:
         """The step raised: its sequences, and forks held back behind them, end with finish_reason "error".
@@ -478,7 +477,7 @@ class Scheduler:
             self.kv_cache,
             last_step=self._last_step,
             step_s=step_s,
-            num_running=len(self._running),
+            num_running=len(self._running.sequences),
             num_waiting=num_waiting,
             waiting_reason=self._waiting_reason if num_waiting else "",
             num_swapped=0 if tier is None else sum(map(self.kv_cache.is_swapped, self._queue)),
