@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-compare bench-gateway bench-kernels
+.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-compare bench-gateway bench-kernels bench-step
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make bench-compare  the same; BASE=file shows what changed since'
 	@echo 'make bench-gateway  what the gateway adds to a request'
 	@echo 'make bench-kernels  products with weights beside what the CPU can do'
+	@echo 'make bench-step     what a decode step costs besides the forward'
 
 # What serving needs.
 $(VENV)/.setup-stamp: pyproject.toml setup.py constraints.txt
@@ -101,3 +102,6 @@ bench-gateway: $(VENV)/.setup-stamp
 
 bench-kernels: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/python -m headrace.bench.kernels $(ARGS)
+
+bench-step: $(VENV)/.setup-stamp $(KERNELS)
+	@exec $(BIN)/python -m headrace.bench.step $(ARGS)

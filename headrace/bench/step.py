@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [int(text) for text in args.rows.split(",")]
     except ValueError as error:
         parser().error(f"--rows {args.rows}: {error}")
+    if min(rows) < 1:
+        parser().error(f"--rows {args.rows}: one at least")
     clock = Clock()
     # One thread: what workers spend would not be this thread's time.
     settings = EngineSettings(
