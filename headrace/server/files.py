@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -36,13 +36,18 @@ async def upload(serving: Serving, exchange: Exchange) -> None:
             made = await _arrived(exchange, boundary, arriving)
         finally:
             arriving.close()
-    except ApiError:
-        await exchange.discard()
-        raise
+    except ApiError as error:
+        await _refuse(exchange, error)
     except OSError as error:
-        await exchange.discard()
-        raise wire.storage_failed(error.strerror or str(error)) from None
+        await _refuse(exchange, wire.storage_failed(error.strerror or str(error)))
     await exchange.answer_json(made)
+
+
+async def _refuse(exchange: Exchange, error: ApiError) -> NoReturn:
+    """With a body of which much may still be on its way."""
+    await exchange.discard()
+    exchange.answer_headers["connection"] = "close"
+    raise error from None
 
 
 async def _arrived(exchange: Exchange, boundary: bytes, arriving: Upload) -> wire.FileObject:

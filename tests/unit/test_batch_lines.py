@@ -182,15 +182,15 @@ async def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path: Path, m
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     source = tmp_path / "in"
     with source.open("w") as file:
-        file.writelines(asking(str(i), prompt="x" * 4000) + "\n" for i in range(5000))
+        file.writelines(asking(str(i), prompt="x" * 4000) + "\n" for i in range(2000))
     tracemalloc.start()
     try:
         batch = await run(source, tmp_path / "out")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert batch.num_answered == 5000
-    assert source.stat().st_size > 20e6
+    assert batch.num_answered == 2000
+    assert source.stat().st_size > 8e6
     assert peak < 2.5e6
 
 
