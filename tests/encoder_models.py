@@ -6,6 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
+from headrace.config.architecture import model_config
+from headrace.config.encoder import encoder_shapes
 from headrace.config.resolve import embedding_model
 
 WORDS = (
@@ -45,30 +50,35 @@ def write_word_tokenizer(folder: Path) -> int:
 
 
 def write_random_encoder(folder: Path, architecture: str = "BertModel", *, seed: int = 0, **overrides: Any) -> Path:
-    """Two layers of random weights; `overrides` are keys of config.json."""
-    import torch
-    import transformers
-
-    vocab_size = write_word_tokenizer(folder)
-    family = architecture.removesuffix("Model").removesuffix("ForSequenceClassification").removesuffix("ForMaskedLM")
-    config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": vocab_size,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "max_position_embeddings": 96,
-            "initializer_range": 0.4,
-            **overrides,
-        }
-    )
-    torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(config)
-    for parameter in model.parameters():  # Biases and norms too, which begin as zeros and ones.
-        if parameter.dim() == 1:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(folder)
+    """Two layers of random weights, named as the architecture names them; `overrides` are keys of config.json."""
+    config = {
+        "architectures": [architecture],
+        "model_type": {"Ber": "bert", "Rob": "roberta", "XLM": "xlm-roberta", "Cam": "camembert"}[architecture[:3]],
+        "vocab_size": write_word_tokenizer(folder),
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "max_position_embeddings": 96,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "pad_token_id": 0,
+        "dtype": "float32",
+        **overrides,
+    }
+    if "num_labels" in config:
+        config["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.pop("num_labels"))}
+    (folder / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in encoder_shapes(model_config(config, "config.json")).items():
+        is_head = name.startswith("classifier")
+        prefix = (
+            "" if architecture.endswith("Model") or is_head else f"{'bert' if 'Bert' in architecture else 'roberta'}."
+        )
+        tensor = random.normal(0, 0.4 if len(shape) > 1 else 0.1, shape) + name.endswith("LayerNorm.weight")
+        tensors[prefix + name] = tensor.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

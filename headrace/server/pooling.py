@@ -1,8 +1,8 @@
 """Requests of models that give vectors and scores: their texts read, cut and checked, and computed together.
 
 Every text is a request of its own to the engine, which batches them as it likes. One that cannot be computed is known,
-and named by its place, before any is sent. A request for thousands of texts sends a part of them at a time, so that it
-neither fills the queue nor keeps others waiting behind all of it.
+and named by its place, before any is sent. A request for thousands of texts has as many with the engine as two steps
+read, so that it neither fills the queue nor keeps others waiting behind all of it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from headrace.server.http import Exchange
 from headrace.server.requests import log_request
 from headrace.server.serving import Serving, refused_text
 
-MOST_OPEN = 64
-"""Texts of one request that the engine has at a time."""
+STEPS_AHEAD = 2
+"""As much of one request as so many steps read is with the engine: the one computed, and what the next begins with."""
 
 T = TypeVar("T", bound=PoolingFields)
 
@@ -148,35 +148,47 @@ async def pooled(
 ) -> list[bytes]:
     """What the engine makes of each. Raises ApiError; the others are then stopped, as when the reader leaves."""
     priority = serving.priority(exchange, SamplingFields(priority=fields.priority))
-    slots = asyncio.Semaphore(MOST_OPEN)
+    most_tokens = STEPS_AHEAD * serving.ready_info().max_num_batched_tokens
     exchange.answer_id = head.id
 
     async def one(number: int, item: Input) -> bytes:
         params = SamplingParams(max_tokens=1, pooling=item.params)
         if number == 0:
             log_request(serving, exchange, head.id, sum(len(i.token_ids) for i in inputs), params)
-        async with slots:
-            outputs = serving.client.generate(
-                f"{head.id}-{number}",
-                item.token_ids,
-                params,
-                priority=priority,
-                cache_salt=fields.cache_salt,
-                streamed=False,
-            )
-            async with aclosing(outputs) as stream:  # type: ignore[type-var]
-                async for output in stream:
-                    if output.pooled is not None:
-                        return output.pooled
+        outputs = serving.client.generate(
+            f"{head.id}-{number}",
+            item.token_ids,
+            params,
+            priority=priority,
+            cache_salt=fields.cache_salt,
+            streamed=False,
+        )
+        async with aclosing(outputs) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                if output.pooled is not None:
+                    return output.pooled
         raise errors.engine_error("The engine ended this request without finishing it.")
 
-    tasks = [asyncio.create_task(one(number, item)) for number, item in enumerate(inputs)]
+    results = [b""] * len(inputs)
+    in_work: dict[asyncio.Task[bytes], int] = {}
+
+    async def make_room(num_tokens: int) -> None:
+        """Until so many tokens more are no more than the engine shall have, or it has none."""
+        while in_work and num_tokens + sum(len(inputs[n].token_ids) for n in in_work.values()) > most_tokens:
+            done, _ = await asyncio.wait(in_work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                results[in_work.pop(task)] = task.result()
+
     try:
-        return await asyncio.gather(*tasks)
+        for number, item in enumerate(inputs):
+            await make_room(len(item.token_ids))
+            in_work[asyncio.create_task(one(number, item))] = number
+        await make_room(most_tokens + 1)
     finally:
-        for task in tasks:
+        for task in in_work:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*in_work, return_exceptions=True)
+    return results
 
 
 async def pair_scores(

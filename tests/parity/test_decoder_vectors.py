@@ -18,7 +18,7 @@ from tests.small_models import write_random_model
 from tests.vector_runs import pooling_core, transformers_quiet, vectors
 
 RANDOM = np.random.default_rng(5)
-TEXTS = [RANDOM.integers(0, 250, length).tolist() for length in (1, 7, 300, 31, 64, 129)]
+TEXTS = [RANDOM.integers(0, 250, length).tolist() for length in (1, 7, 150, 31, 64)]
 MEAN = ("--override-pooler-config", '{"pooling_type": "MEAN", "normalize": false}')
 
 
@@ -82,7 +82,7 @@ def cached_tokens(core: EngineCore, ids: list[int], every_row: bool) -> tuple[in
 def test_the_last_row_may_come_behind_a_cached_prefix_and_a_mean_never_does(llama: Path) -> None:
     last = pooling_core(llama, "--runner", "pooling")
     first_time, again = (cached_tokens(last, TEXTS[2], every_row=False) for _ in range(2))
-    assert first_time[0] == 0 and again[0] >= 256
+    assert first_time[0] == 0 and again[0] >= 128
     assert first_time[1] == again[1]
     mean = pooling_core(llama, "--runner", "pooling", *MEAN)
     first_time, again = (cached_tokens(mean, TEXTS[2], every_row=True) for _ in range(2))

@@ -20,7 +20,7 @@ TEXTS = (
     "a",
     "What does the mill do?",
     "The water wheel turns the stone, and the stone grinds the grain. " * 3,
-    "banana " * 60,
+    "banana " * 40,
     "The river",
 )
 
@@ -86,7 +86,6 @@ def test_more_texts_than_a_step_holds_come_out_the_same(minilm_core: EngineCore)
     np.testing.assert_array_equal(many[12:], [vectors(minilm_core, [ids[:40]])[0]] * 9)
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
@@ -98,15 +97,16 @@ def test_more_texts_than_a_step_holds_come_out_the_same(minilm_core: EngineCore)
     ],
 )
 def test_random_encoders_give_the_rows_of_transformers(
-    tmp_path: Path, architecture: str, overrides: dict[str, Any], kernels: str
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
 ) -> None:
     path = write_random_encoder(tmp_path, architecture, **overrides)
     ids = [own[:80] for own in token_ids(path)]
     model = oracle(path, architecture.replace("ForMaskedLM", "Model"))
-    core = pooling_core(path, "--kernels", kernels)
-    rows = vectors(core, ids, task="token_embed", every_row=True, normalize=False)
-    for own, got in zip(ids, rows, strict=True):
-        np.testing.assert_allclose(got.reshape(len(own), -1), hidden(model, own), atol=5e-5)
+    for kernels in ("native", "reference"):
+        core = pooling_core(path, "--kernels", kernels)
+        rows = vectors(core, ids, task="token_embed", every_row=True, normalize=False)
+        for own, got in zip(ids, rows, strict=True):
+            np.testing.assert_allclose(got.reshape(len(own), -1), hidden(model, own), atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from headrace import LLM, PoolingParams
 from tests.documents import blocks
 from tests.encoder_models import minilm, write_random_encoder
+from tests.tiny_models import tiny_llama
 
 MILL, STOCKS = "A water wheel turns the mill.", "Stock prices fell today."
 (EXAMPLE,) = [block.text for block in blocks() if block.page == "docs/llm.md" and "llm.embed" in block.text]
@@ -85,3 +86,13 @@ def test_a_cross_encoder_scores_pairs_and_gives_no_vectors(tmp_path: Path) -> No
         llm.score("a", ["b", "banana " * 120])
     with pytest.raises(ValueError, match="the task embed is not to be had"):
         llm.embed("a")
+
+
+def test_a_chat_model_gives_vectors_when_it_is_told_to(tmp_path: Path) -> None:
+    llm = LLM(str(tiny_llama(tmp_path)), runner="pooling", threads=1, kv_cache_memory_bytes=1 << 24)
+    water, river = (output.outputs.embedding for output in llm.embed(["water", "river"]))
+    assert len(water) == 64 and np.linalg.norm(river) == pytest.approx(1, abs=1e-6)
+    assert llm.embed("river")[0].outputs.embedding == river
+    with pytest.raises(ValueError, match="600 tokens and this model reads at most 512"):
+        llm.embed("x" * 600)
+    assert len(llm.embed("x" * 512)[0].prompt_token_ids) == 512, "nothing need be left for an answer"
