@@ -1,9 +1,10 @@
 // Products of integers, of one panel (16 outputs) with one row: what the products need of each instruction set.
 //
 // 8 bits: `Weights8` are kStep8 inputs of 16 outputs, multiplied with as many of a row, held as `Input8` and handed over
-// as the 32 bits they fill. 4 bits: `Nibbles` are 8 inputs; a low or high half of them is multiplied with 4 int8 into
-// `Narrow`, which holds the sums of 32 inputs before it must be widened. Weights have no sign, a row's inputs do.
-// Sums are exact. `to_int` rounds to the nearest, to even; `store_inputs` takes numbers that fit.
+// as the 32 bits they fill: int16 but where the CPU multiplies bytes only. 4 bits: `Nibbles` are 8 inputs; a low or high
+// half of them, `Bytes`, is multiplied with 4 int8 into `Narrow`, which holds the sums of 32 inputs before it must be
+// widened. Weights have no sign, a row's inputs do. Sums are exact. `to_int` rounds to the nearest, to even;
+// `store_inputs` takes numbers that fit.
 #pragma once
 
 namespace HR_ISA {
@@ -12,6 +13,7 @@ namespace HR_ISA {
 
 using Int = __m512i;
 using Nibbles = __m512i;
+using Bytes = __m512i;
 using Weights8 = __m512i;
 using Narrow = __m512i;
 
@@ -30,8 +32,8 @@ static inline void store_inputs(int16_t* p, Int a) {
 }
 
 static inline Nibbles load_nibbles(const uint8_t* p) { return _mm512_loadu_si512(p); }
-static inline Weights8 low_nibbles(Nibbles w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-static inline Weights8 high_nibbles(Nibbles w) {
+static inline Bytes low_nibbles(Nibbles w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline Bytes high_nibbles(Nibbles w) {
   return _mm512_and_si512(_mm512_srli_epi32(w, 4), _mm512_set1_epi8(15));
 }
 
@@ -59,8 +61,8 @@ static inline Vec load_input8(const uint8_t* p, int j) { return load_bits(p, 8 *
 static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
   return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(inputs));
 }
-static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
-static inline Narrow product4(Weights8 w, int32_t inputs) { return dot8(_mm512_setzero_si512(), w, inputs); }
+static inline Narrow dot4(Narrow sum, Bytes w, int32_t inputs) { return dot8(sum, w, inputs); }
+static inline Narrow product4(Bytes w, int32_t inputs) { return dot8(_mm512_setzero_si512(), w, inputs); }
 static inline Int widen(Narrow sum) { return sum; }
 
 #else
@@ -84,10 +86,10 @@ static inline Int in_registers(Int sum) {
 static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
   return in_registers(_mm512_add_epi32(sum, _mm512_madd_epi16(w, _mm512_set1_epi32(inputs))));
 }
-static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
+static inline Narrow dot4(Narrow sum, Bytes w, int32_t inputs) {
   return in_registers(_mm512_add_epi16(sum, _mm512_maddubs_epi16(w, _mm512_set1_epi32(inputs))));
 }
-static inline Narrow product4(Weights8 w, int32_t inputs) {
+static inline Narrow product4(Bytes w, int32_t inputs) {
   return _mm512_maddubs_epi16(w, _mm512_set1_epi32(inputs));
 }
 static inline Int widen(Narrow sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
@@ -100,6 +102,7 @@ struct Int {
   __m256i lo, hi;
 };
 using Nibbles = Int;
+using Bytes = Int;
 using Weights8 = Int;
 using Narrow = Int;
 using Input8 = int16_t;
@@ -126,11 +129,11 @@ static inline void store_inputs(int8_t* p, Int a) {
 static inline void store_inputs(int16_t* p, Int a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words(a)); }
 
 static inline Nibbles load_nibbles(const uint8_t* p) { return {load_half(p), load_half(p + 32)}; }
-static inline Weights8 low_nibbles(Nibbles w) {
+static inline Bytes low_nibbles(Nibbles w) {
   __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
 }
-static inline Weights8 high_nibbles(Nibbles w) {
+static inline Bytes high_nibbles(Nibbles w) {
   return low_nibbles({_mm256_srli_epi32(w.lo, 4), _mm256_srli_epi32(w.hi, 4)});
 }
 
@@ -180,13 +183,13 @@ static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
   add_doubles(sum.hi, _mm256_madd_epi16(w.hi, x));
   return sum;
 }
-static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) {
+static inline Narrow dot4(Narrow sum, Bytes w, int32_t inputs) {
   __m256i x = _mm256_set1_epi32(inputs);
   add_words(sum.lo, _mm256_maddubs_epi16(w.lo, x));
   add_words(sum.hi, _mm256_maddubs_epi16(w.hi, x));
   return sum;
 }
-static inline Narrow product4(Weights8 w, int32_t inputs) {
+static inline Narrow product4(Bytes w, int32_t inputs) {
   __m256i x = _mm256_set1_epi32(inputs);
   return {_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)};
 }
@@ -203,11 +206,14 @@ struct Int {
 struct Bytes {
   uint8_t v[4 * kLanes];
 };
+struct Pairs {
+  uint8_t v[2 * kLanes];
+};
 using Nibbles = Bytes;
-using Weights8 = Bytes;
+using Weights8 = Pairs;
 using Narrow = Int;
-using Input8 = int8_t;
-constexpr int kStep8 = 4;
+using Input8 = int16_t;
+constexpr int kStep8 = 2;
 
 // sum + x * w
 static inline Vec mac(Vec sum, Vec x, Vec w) { return fma(x, w, sum); }
@@ -245,13 +251,13 @@ static inline Nibbles load_nibbles(const uint8_t* p) {
   std::memcpy(r.v, p, sizeof r.v);
   return r;
 }
-static inline Weights8 low_nibbles(Nibbles w) {
-  Weights8 r;
+static inline Bytes low_nibbles(Nibbles w) {
+  Bytes r;
   for (int i = 0; i < 4 * kLanes; i++) r.v[i] = static_cast<uint8_t>(w.v[i] & 15);
   return r;
 }
-static inline Weights8 high_nibbles(Nibbles w) {
-  Weights8 r;
+static inline Bytes high_nibbles(Nibbles w) {
+  Bytes r;
   for (int i = 0; i < 4 * kLanes; i++) r.v[i] = static_cast<uint8_t>(w.v[i] >> 4);
   return r;
 }
@@ -272,6 +278,9 @@ static inline Vec load_bits(const uint8_t* p, int shift, int bits) {
   }
   return r;
 }
+static inline int32_t add_product(int32_t sum, int32_t w, int32_t x) {
+  return static_cast<int32_t>(static_cast<uint32_t>(sum) + static_cast<uint32_t>(w * x));
+}
 
 static inline Weights8 load_weights8(const uint8_t* p) {
   Weights8 r;
@@ -279,16 +288,26 @@ static inline Weights8 load_weights8(const uint8_t* p) {
   return r;
 }
 // Of kStep8 inputs at p the j-th, as floats.
-static inline Vec load_input8(const uint8_t* p, int j) { return load_bits(p, 8 * j, 8); }
+static inline Vec load_input8(const uint8_t* p, int j) {
+  Vec r;
+  for (int i = 0; i < kLanes; i++) r.v[i] = p[2 * i + j];
+  return r;
+}
 static inline Int dot8(Int sum, Weights8 w, int32_t inputs) {
+  int16_t x[2];
+  std::memcpy(x, &inputs, 4);
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < 2; j++) sum.v[i] = add_product(sum.v[i], w.v[2 * i + j], x[j]);
+  return sum;
+}
+static inline Narrow dot4(Narrow sum, Bytes w, int32_t inputs) {
   int8_t x[4];
   std::memcpy(x, &inputs, 4);
   for (int i = 0; i < kLanes; i++)
-    for (int j = 0; j < 4; j++) sum.v[i] = static_cast<int32_t>(static_cast<uint32_t>(sum.v[i]) + w.v[4 * i + j] * x[j]);
+    for (int j = 0; j < 4; j++) sum.v[i] = add_product(sum.v[i], w.v[4 * i + j], x[j]);
   return sum;
 }
-static inline Narrow dot4(Narrow sum, Weights8 w, int32_t inputs) { return dot8(sum, w, inputs); }
-static inline Narrow product4(Weights8 w, int32_t inputs) { return dot8(broadcast_int(0), w, inputs); }
+static inline Narrow product4(Bytes w, int32_t inputs) { return dot4(broadcast_int(0), w, inputs); }
 static inline Int widen(Narrow sum) { return sum; }
 
 #endif

@@ -182,7 +182,10 @@ static void int_item(void* context, int64_t item, int) {
   const LinearArgs& args = work.args;
   const PackedMatrix& m = *args.matrix;
   const ItemRange r = item_range(work, item);
-  const IntProduct t = {&m, work.quantised, args.rows, args.bias, args.y.data, args.y.stride};
+  const QuantisedRows& x = work.quantised;
+  const int32_t* first_single = x.first_singles + r.first_row / work.rows_per_item;
+  const IntProduct t = {&m, x, args.rows, args.bias, args.y.data, args.y.stride,
+                        x.singles + first_single[0], x.singles + first_single[1]};
   if (m.form == Form::kInt8)
     int_product<Dot8>(t, r.first_row, r.rows, r.first_panel, r.end_panel);
   else if (m.group_size == 32)
@@ -195,17 +198,28 @@ static void int_item(void* context, int64_t item, int) {
 
 constexpr int64_t kInputsPerItem = 16 << 10;  // that are quantised or rounded by one thread at a time
 
-static bool quantise(Pool* pool, LinearWork* work) {
+// Rows of an item whose inputs stay in the second cache.
+static int64_t int_rows_per_item(int64_t row_bytes) {
+  const int64_t fitting = kItemInputBytes / row_bytes;
+  return fitting < kLeastIntRows ? kLeastIntRows : fitting > kRowsPerItem ? kRowsPerItem : fitting;
+}
+
+static bool cut_quantised(Pool* pool, LinearWork* work) {
   const LinearArgs& args = work->args;
   const PackedMatrix& m = *args.matrix;
   const int64_t input_bytes = m.form == Form::kInt8 ? sizeof(Input8) : 1;
-  const int64_t row_bytes = (m.depth * input_bytes + 63) / 64 * 64;
-  const int64_t group_bytes = m.groups * static_cast<int64_t>(sizeof(GroupInputs));
-  uint8_t* memory = static_cast<uint8_t*>(pool->shared(0, args.rows * (row_bytes + group_bytes)));
+  const int64_t row_bytes = (m.depth * input_bytes + 63) / 64 * 64, groups = args.rows * m.groups;
+  const int64_t bytes = args.rows * row_bytes + groups * static_cast<int64_t>(sizeof(GroupInputs) + sizeof(Single)) +
+                        (args.rows + 1) * static_cast<int64_t>(sizeof(int32_t));
+  uint8_t* memory = static_cast<uint8_t*>(pool->shared(0, bytes));
   if (memory == nullptr) return false;
-  work->quantised = {memory, row_bytes, reinterpret_cast<GroupInputs*>(memory + args.rows * row_bytes)};
+  GroupInputs* of_groups = reinterpret_cast<GroupInputs*>(memory + args.rows * row_bytes);
+  Single* singles = reinterpret_cast<Single*>(of_groups + groups);
+  work->quantised = {memory, row_bytes, of_groups, singles, reinterpret_cast<int32_t*>(singles + groups)};
   Quantising q = {&args, work->quantised, kInputsPerItem / m.depth + 1};
   pool->run((args.rows + q.rows_per_item - 1) / q.rows_per_item, quantise_item, &q);
+  cut(pool, work, int_rows_per_item(row_bytes), m.panels, int_panels(1));
+  collect_singles(q, work->rows_per_item);
   return true;
 }
 
@@ -216,12 +230,6 @@ static void cut_floats(Pool* pool, LinearWork* work) {
   work->scratch_bytes = float_scratch(work->rows_per_item, work->panels_per_item) * sizeof(float);
 }
 
-// Rows of an item whose inputs stay in the second cache.
-static int64_t int_rows_per_item(const LinearWork& work) {
-  const int64_t fitting = kItemInputBytes / work.quantised.row_bytes;
-  return fitting < kLeastIntRows ? kLeastIntRows : fitting > kRowsPerItem ? kRowsPerItem : fitting;
-}
-
 static void linear(Pool* pool, const LinearArgs& args) {
   const PackedMatrix& m = *args.matrix;
   if (args.rows <= 0 || m.out <= 0) return;
@@ -229,9 +237,8 @@ static void linear(Pool* pool, const LinearArgs& args) {
   work.args = args;
   work.pool = pool;
   const ItemRange whole = {0, args.rows, 0, m.panels};
-  if (m.scheme == Scheme::kInt8 || m.scheme == Scheme::kInt8Rows) {
-    if (!quantise(pool, &work)) return fail(args, whole);
-    cut(pool, &work, int_rows_per_item(work), m.panels, int_panels(1));
+  if (m.scheme == Scheme::kInt8) {
+    if (!cut_quantised(pool, &work)) return fail(args, whole);
     return run_items(pool, &work, int_item);
   }
 #if defined(HR_VNNI_BF16)

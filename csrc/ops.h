@@ -34,10 +34,9 @@ struct SourceWeight {
 
 // How products with a packed matrix are taken.
 enum class Scheme : int32_t {
-  kFloat = 0,     // float32 activations, weights turned to float32 in registers, float32 sums: the exact path
-  kBF16 = 1,      // bfloat16 weights; activations rounded to bfloat16 where the CPU has VDPBF16PS, else as kFloat
-  kInt8 = 2,      // grouped int4/int8 weights as stored; activations int8 per row and group
-  kInt8Rows = 3,  // dense source quantised here to int8, one scale a row of the matrix; activations int8 per row
+  kFloat = 0,  // float32 activations, weights turned to float32 in registers, float32 sums: the exact path
+  kBF16 = 1,   // bfloat16 weights; activations rounded to bfloat16 where the CPU has VDPBF16PS, else as kFloat
+  kInt8 = 2,   // grouped int4/int8 weights as stored; activations of 8 to 13 bits, a scale a row and group
 };
 
 struct PackedMatrix;  // linear.h

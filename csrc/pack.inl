@@ -111,32 +111,6 @@ static inline void put_step(uint8_t* packed, int64_t lane, int64_t k, const int8
   std::memcpy(packed + k * kPanel + lane * kStep8, held, kStep8);
 }
 
-// Symmetric int8 of every row: q = round(w * 127 / largest |w|).
-static void pack_rows(const SourceWeight& source, int64_t first, int64_t lanes, uint8_t* packed, float* scales) {
-  alignas(64) float values[kReadAhead];
-  int8_t quantised[kReadAhead];
-  for (int64_t lane = 0; lane < lanes; lane++) {
-    Vec most = broadcast(0.0f);
-    for (int64_t k = 0; k < source.in; k += kReadAhead) {
-      const int64_t count = source.in - k < kReadAhead ? source.in - k : kReadAhead;
-      read_source(source, first + lane, k, count, values);
-      for (int64_t i = count; i < kReadAhead; i++) values[i] = 0.0f;
-      for (int64_t i = 0; i < kReadAhead; i += kLanes) most = max(abs(load(values + i)), most);
-    }
-    const float limit = largest(most);
-    scales[lane] = limit / 127.0f;
-    const float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
-    for (int64_t k = 0; k < source.in; k += kReadAhead) {
-      const int64_t count = source.in - k < kReadAhead ? source.in - k : kReadAhead;
-      read_source(source, first + lane, k, count, values);
-      for (int64_t i = count; i < kReadAhead; i++) values[i] = 0.0f;
-      for (int64_t i = 0; i < kReadAhead; i += kLanes)
-        store_i8(quantised + i, mul(load(values + i), broadcast(inverse)));
-      for (int64_t i = 0; i < count; i += kStep8) put_step(packed, lane, k + i, quantised + i);
-    }
-  }
-}
-
 static void pack_numbers(const float* source, int64_t groups, int64_t lanes, bool half, int64_t panel, void* packed) {
   const int64_t at = panel * groups * kPanel;
   for (int64_t g = 0; g < groups; g++)
@@ -182,10 +156,6 @@ static void pack_panel(const SourceWeight& source, PackedMatrix& matrix, int64_t
       break;
     }
     case Form::kInt8:
-      if (matrix.scheme == Scheme::kInt8Rows) {
-        pack_rows(source, first, lanes, packed, static_cast<float*>(matrix.scales) + first);
-        return;
-      }
       for (int64_t k = 0; k < in; k += kStep8)
         for (int64_t lane = 0; lane < lanes; lane++)
           put_step(packed, lane, k, static_cast<const int8_t*>(source.values) + (first + lane) * in + k);
@@ -205,7 +175,6 @@ static void pack_item(void* context, int64_t item, int) {
 
 static Form packed_form(const SourceWeight& source, Scheme scheme) {
   if (scheme == Scheme::kBF16) return Form::kBF16;
-  if (scheme == Scheme::kInt8Rows) return Form::kInt8;
   switch (static_cast<Storage>(source.storage)) {
     case Storage::kF32: return Form::kF32;
     case Storage::kF16: return Form::kF16;
@@ -215,9 +184,8 @@ static Form packed_form(const SourceWeight& source, Scheme scheme) {
   }
 }
 
-// A group's size must be a multiple of 16 and divide `in`. Dense sources under kInt8 are packed as under kInt8Rows.
+// A group's size must be a multiple of 16 and divide `in`.
 static PackedMatrix* pack(Pool* pool, const SourceWeight& source, Scheme scheme) {
-  if (scheme == Scheme::kInt8 && source.scales == nullptr) scheme = Scheme::kInt8Rows;
   PackedMatrix* matrix = new PackedMatrix();
   matrix->out = source.out;
   matrix->in = source.in;
@@ -237,14 +205,10 @@ static PackedMatrix* pack(Pool* pool, const SourceWeight& source, Scheme scheme)
     case Form::kInt4: bits = 4; break;
     case Form::kInt8:
       bits = 8;
-      matrix->depth = (source.in + 15) / 16 * 16;
       matrix->zero = 128;
       break;
   }
-  if (scheme == Scheme::kInt8Rows) {
-    matrix->groups = 1;
-    matrix->group_size = matrix->depth;
-  } else if (matrix->form == Form::kInt4 || matrix->form == Form::kInt8) {
+  if (matrix->form == Form::kInt4 || matrix->form == Form::kInt8) {
     matrix->group_size = source.group_size;
     matrix->groups = source.in / source.group_size;
     pool->run((source.out + p.per_item - 1) / p.per_item, inspect_scales, &p);

@@ -1,9 +1,17 @@
-// Products of integers: a row's inputs are quantised once an operation, per group of the weight, to int8.
+// Products of integers: a row's inputs are quantised once an operation, per group of the weight.
 //
 //     x ~ q_x * scale_x     w = q * scale + offset     sum += (q . q_x) * scale * scale_x + offset * sum(q_x) * scale_x
 //
 // The integer sum of a group is exact; the float sums are one chain over the groups, in their order.
+//
+// Inputs of 8 bits are few for a group in which one stands out, and in language models some do: two thirds of a norm's
+// error lie in one group of 18. So that one has no part in the group's scale; it is multiplied as the float it is, before
+// the groups.
+//
+//     x  0.3 -40 1.1 0.7   ->   q_x  35 0 127 81   single -40.0     (without that 1.1 would be 3)
 #pragma once
+
+#include <cmath>
 
 namespace HR_ISA {
 
@@ -13,12 +21,30 @@ using namespace headrace;
 struct GroupInputs {
   float scale, scaled_sum;
   int32_t start;
+  int32_t single;  // where the input is that stands out, -1 if none does
 };
+
+// An input that is multiplied on its own.
+struct Single {
+  float input;
+  int32_t row, group, index;
+};
+
+// An input stands out when all others of its group are less than this part of it.
+constexpr float kOthers = 0.4f;
+
+// Of 16 bits fewer are used: so the sum of a group of 32 is a whole number of float32 too, as the reference has it.
+template <class Input>
+constexpr float largest_input(int64_t group_size) {
+  return sizeof(Input) > 1 && group_size <= 4096 ? 4095.0f : 127.0f;
+}
 
 struct QuantisedRows {
   uint8_t* inputs;  // rows of `depth` int8 or Input8
   int64_t row_bytes;
-  GroupInputs* groups;  // [rows, groups]
+  GroupInputs* groups;     // [rows, groups]
+  Single* singles;         // by item of rows, whose first row is number 0, then group, then row
+  int32_t* first_singles;  // [items of rows + 1]
 };
 
 struct Quantising {
@@ -27,49 +53,112 @@ struct Quantising {
   int64_t rows_per_item;
 };
 
-// One group of one row: `count` inputs that are there, zeros up to a multiple of 16.
-template <class Input>
-static void quantise_group(const float* x, int64_t count, int32_t zero, Input* to, GroupInputs* group) {
-  Vec most = broadcast(0.0f), broken = most;
+// The place of the input that stands out among `count` whose largest magnitude is `limit`, or -1.
+static inline int64_t place_of_single(const float* x, int64_t count, float limit) {
+  const Vec least = broadcast(kOthers * limit);
+  int64_t place = -1;
+  int found = 0;
   for (int64_t k = 0; k < count; k += kLanes) {
-    Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
-    most = max(abs(part), most);
-    broken = fma(part, broadcast(0.0f), broken);  // NaN where one is not finite
+    const uint32_t lanes = at_least(abs(load(x + k)), least);
+    if (lanes != 0) place = k + __builtin_ctz(lanes);
+    found += __builtin_popcount(lanes);
   }
-  const float limit = largest(most), not_finite = sum(broken);
-  const bool finite = not_finite == 0.0f;
-  const Vec inverse = broadcast(finite && limit > 0.0f ? 127.0f / limit : 0.0f);
+  return found == 1 ? place : -1;
+}
+
+static inline float largest_but(const float* x, int64_t count, int64_t place) {
+  Vec most = broadcast(0.0f);
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const int lane = place / kLanes * kLanes == k ? static_cast<int>(place % kLanes) : kLanes;
+    most = max(lanes_or(broadcast(0.0f), lane, lane + 1, abs(load(x + k))), most);
+  }
+  return largest(most);
+}
+
+// One group of one row: `count` finite inputs, a multiple of 16, as numbers up to `codes`.
+template <class Input>
+static void quantise_group(const float* x, int64_t count, int32_t zero, float codes, Input* to, GroupInputs* group) {
+  Vec most = broadcast(0.0f);
+  for (int64_t k = 0; k < count; k += kLanes) most = max(abs(load(x + k)), most);
+  float limit = largest(most);
+  const int64_t place = sizeof(Input) == 1 ? place_of_single(x, count, limit) : -1;
+  if (place >= 0) limit = largest_but(x, count, place);
+  const Vec inverse = broadcast(limit > 0.0f ? codes / limit : 0.0f);
   Int total = broadcast_int(0);
   for (int64_t k = 0; k < count; k += kLanes) {
-    Vec part = count - k >= kLanes ? load(x + k) : load_first(x + k, static_cast<int>(count - k));
-    Int q = finite ? to_int(mul(part, inverse)) : broadcast_int(0);
+    Vec part = load(x + k);
+    if (place >= 0 && place / kLanes * kLanes == k) {
+      const int lane = static_cast<int>(place % kLanes);
+      part = lanes_or(broadcast(0.0f), lane, lane + 1, part);
+    }
+    const Int q = to_int(mul(part, inverse));
     store_inputs(to + k, q);
     total = add_int(total, q);
   }
   const int32_t inputs = sum_int(total);
-  group->scale = finite ? limit / 127.0f : not_finite;
+  group->scale = limit / codes;
   group->scaled_sum = static_cast<float>(inputs) * group->scale;
+  if (place >= 0) group->scaled_sum += x[place];
   group->start = static_cast<int32_t>(0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(inputs));
+  group->single = static_cast<int32_t>(place);
+}
+
+// NaN if one is not finite, else 0.
+static inline float not_finite(const float* x, int64_t count) {
+  Vec broken = broadcast(0.0f);
+  for (int64_t k = 0; k < count; k += kLanes) broken = fma(load(x + k), broadcast(0.0f), broken);
+  return sum(broken);
+}
+
+template <class Input>
+static void quantise_row(const Quantising& q, int64_t row, float codes) {
+  const PackedMatrix& m = *q.args->matrix;
+  const float* x = q.args->x.data + row * q.args->x.stride;
+  Input* to = reinterpret_cast<Input*>(q.to.inputs + row * q.to.row_bytes);
+  GroupInputs* groups = q.to.groups + row * m.groups;
+  const float broken = not_finite(x, m.in);
+  if (broken != 0.0f) {
+    std::memset(to, 0, m.in * sizeof(Input));
+    for (int64_t g = 0; g < m.groups; g++) groups[g] = {broken, broken, 0, -1};
+    return;
+  }
+  for (int64_t g = 0; g < m.groups; g++) {
+    const int64_t first = g * m.group_size;
+    quantise_group(x + first, m.group_size, m.zero, codes, to + first, groups + g);
+  }
 }
 
 static void quantise_item(void* context, int64_t item, int) {
   const Quantising& q = *static_cast<const Quantising*>(context);
-  const LinearArgs& args = *q.args;
-  const PackedMatrix& m = *args.matrix;
+  const PackedMatrix& m = *q.args->matrix;
   const int64_t end = (item + 1) * q.rows_per_item;
-  for (int64_t row = item * q.rows_per_item; row < end && row < args.rows; row++) {
-    const float* x = args.x.data + row * args.x.stride;
-    for (int64_t g = 0; g < m.groups; g++) {
-      const int64_t first = g * m.group_size;
-      const int64_t count = m.in - first < m.group_size ? m.in - first : m.group_size;
-      uint8_t* to = q.to.inputs + row * q.to.row_bytes;
-      GroupInputs* group = q.to.groups + row * m.groups + g;
-      if (m.form == Form::kInt8)
-        quantise_group(x + first, count, m.zero, reinterpret_cast<Input8*>(to) + first, group);
-      else
-        quantise_group(x + first, count, m.zero, reinterpret_cast<int8_t*>(to) + first, group);
-    }
+  for (int64_t row = item * q.rows_per_item; row < end && row < q.args->rows; row++)
+    if (m.form == Form::kInt8)
+      quantise_row<Input8>(q, row, largest_input<Input8>(m.group_size));
+    else
+      quantise_row<int8_t>(q, row, 127.0f);
+}
+
+// Group after group, as it is often the same input that stands out in many rows.
+static void collect_singles(const Quantising& q, int64_t rows_per_item) {
+  const PackedMatrix& m = *q.args->matrix;
+  const View& x = q.args->x;
+  const int64_t rows = q.args->rows;
+  Single* next = q.to.singles;
+  int32_t* first_single = q.to.first_singles;
+  for (int64_t row = 0; row < rows; row += rows_per_item) {
+    *first_single++ = static_cast<int32_t>(next - q.to.singles);
+    const int64_t end = row + rows_per_item < rows ? row + rows_per_item : rows;
+    for (int64_t g = 0; g < m.groups; g++)
+      for (int64_t r = row; r < end; r++) {
+        const int32_t place = q.to.groups[r * m.groups + g].single;
+        if (place < 0) continue;
+        const int64_t index = g * m.group_size + place;
+        *next++ = {x.data[r * x.stride + index], static_cast<int32_t>(r - row), static_cast<int32_t>(g),
+                   static_cast<int32_t>(index)};
+      }
   }
+  *first_single = static_cast<int32_t>(next - q.to.singles);
 }
 
 // How many rows and panels a tile takes.
@@ -110,6 +199,10 @@ template <int kPart, bool kWhole>
 struct Dot4 {
   static constexpr int kMaxRows = kRows4;
   static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel / 2; }
+  // Of input k, for 16 outputs.
+  static inline Vec weight(const uint8_t* w, int32_t k) {
+    return load_bits(w + k / 8 * 4 * kPanel, k % 4 * 8 + k % 8 / 4 * 4, 4);
+  }
 
   template <int kRows, int kPanels>
   static inline void part(Narrow (&narrow)[kRows][kPanels], RowPointers<kRows>& x, const uint8_t* w,
@@ -122,7 +215,7 @@ struct Dot4 {
       for (int p = 0; p < kPanels; p++) nibbles[p] = load_nibbles(w + p * panel_bytes + k * kPanel / 2);
       HR_UNROLL(2)
       for (int half = 0; half < 2; half++) {
-        Weights8 weights[kPanels];
+        Bytes weights[kPanels];
         HR_UNROLL(2)
         for (int p = 0; p < kPanels; p++) weights[p] = half ? high_nibbles(nibbles[p]) : low_nibbles(nibbles[p]);
         HR_UNROLL(8)
@@ -163,6 +256,9 @@ struct Dot8 {
   static constexpr int kInputs = 16;  // what groups are made of
   static constexpr int kMaxRows = kRows8;
   static constexpr int64_t packed_bytes(int64_t inputs) { return inputs * kPanel; }
+  static inline Vec weight(const uint8_t* w, int32_t k) {
+    return load_input8(w + k / kStep8 * kStep8 * kPanel, k % kStep8);
+  }
 
   template <int kRows, int kPanels>
   static inline void add(Int (&sums)[kRows][kPanels], RowPointers<kRows>& x, const RowPointers<kRows>& groups,
@@ -199,14 +295,17 @@ struct IntProduct {
   const float* bias;
   float* y;
   int64_t y_stride;
+  const Single *singles, *singles_end;
 };
 
+// `start`: what the totals start with, [kPanels][kRowsPerItem][16]; null: zeros.
 template <class Dot, int kRows, int kPanels>
-__attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row, int64_t panel) {
+__attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row, int64_t panel, const float* start) {
   const PackedMatrix& m = *t.m;
   Vec totals[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) totals[r][p] = broadcast(0.0f);
+    for (int p = 0; p < kPanels; p++)
+      totals[r][p] = start == nullptr ? broadcast(0.0f) : load(start + (p * kRowsPerItem + r) * kPanel);
   const int64_t panel_bytes = static_cast<int64_t>(m.panel_bytes);
   const uint8_t* w = m.values + panel * panel_bytes;
   const int64_t count = m.groups, group_size = m.group_size, first_number = panel * count;
@@ -243,22 +342,48 @@ __attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row,
 }
 
 template <class Dot, int kRows>
-static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t end) {
+static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t end, const float* start) {
   constexpr int kPanels = int_panels(kRows);
   if (panel + kPanels <= end)
-    int_tile<Dot, kRows, kPanels>(t, row, panel);
+    int_tile<Dot, kRows, kPanels>(t, row, panel, start);
   else
-    int_tile<Dot, kRows, 1>(t, row, panel);
+    int_tile<Dot, kRows, 1>(t, row, panel, start);
 }
 
-// Rows first_row .. with panels first .. end - 1.
+// sums [rows][16] of the inputs that are multiplied on their own with a panel.
+template <class Dot>
+static void add_singles(const IntProduct& t, int64_t rows, int64_t panel, float* sums) {
+  const PackedMatrix& m = *t.m;
+  const uint8_t* w = m.values + panel * static_cast<int64_t>(m.panel_bytes);
+  const Vec zero = broadcast(static_cast<float>(m.zero));
+  const bool half_scales = m.half_scales;
+  for (int64_t r = 0; r < rows; r++) store(sums + r * kPanel, broadcast(0.0f));
+  Vec weight = zero;
+  int32_t index = -1;
+  for (const Single* single = t.singles; single != t.singles_end; single++) {
+    if (single->index != index) {
+      index = single->index;
+      const Vec scale = load_numbers(m.scales, half_scales, panel * m.groups + single->group);
+      weight = mul(sub(Dot::weight(w, index), zero), scale);
+    }
+    float* sum = sums + single->row * kPanel;
+    store(sum, fma(broadcast(single->input), weight, load(sum)));
+  }
+}
+
+// Rows first_row .. with panels first .. end - 1; the singles are those of the rows.
 template <class Dot>
 static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, int64_t first, int64_t end) {
   const Heights heights = tile_heights(rows, Dot::kMaxRows);
   const int64_t block = int_panels(1), bytes = block * static_cast<int64_t>(t.m->panel_bytes);
-  for (int64_t panel = first; panel < end; panel += block)
+  alignas(64) float sums[int_panels(1) * kRowsPerItem * kPanel];
+  for (int64_t panel = first; panel < end; panel += block) {
+    const bool singles = t.singles != t.singles_end;
+    for (int64_t p = 0; singles && p < block && panel + p < end; p++)
+      add_singles<Dot>(t, rows, panel + p, sums + p * kRowsPerItem * kPanel);
     for (int64_t i = 0, row = first_row; i < heights.tiles; i++) {
       const int64_t height = heights.least + (i < heights.taller);
+      const float* start = singles ? sums + (row - first_row) * kPanel : nullptr;
       // Every tile fetches its part of the next panel's weights.
       if (heights.tiles > 1) {
         const uint8_t* next = t.m->values + (panel + block) * static_cast<int64_t>(t.m->panel_bytes);
@@ -266,21 +391,22 @@ static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, in
           __builtin_prefetch(next + at, 0, 2);
       }
       switch (height) {
-        case 1: int_rows<Dot, 1>(t, row, panel, end); break;
-        case 2: int_rows<Dot, 2>(t, row, panel, end); break;
+        case 1: int_rows<Dot, 1>(t, row, panel, end, start); break;
+        case 2: int_rows<Dot, 2>(t, row, panel, end, start); break;
 #if defined(__AVX2__)
-        case 3: int_rows<Dot, 3>(t, row, panel, end); break;
-        case 4: int_rows<Dot, 4>(t, row, panel, end); break;
-        case 5: int_rows<Dot, 5>(t, row, panel, end); break;
-        case 6: int_rows<Dot, 6>(t, row, panel, end); break;
+        case 3: int_rows<Dot, 3>(t, row, panel, end, start); break;
+        case 4: int_rows<Dot, 4>(t, row, panel, end, start); break;
+        case 5: int_rows<Dot, 5>(t, row, panel, end, start); break;
+        case 6: int_rows<Dot, 6>(t, row, panel, end, start); break;
 #endif
 #if defined(__AVX512F__)
-        case 7: int_rows<Dot, 7>(t, row, panel, end); break;
-        case 8: int_rows<Dot, 8>(t, row, panel, end); break;
+        case 7: int_rows<Dot, 7>(t, row, panel, end, start); break;
+        case 8: int_rows<Dot, 8>(t, row, panel, end, start); break;
 #endif
       }
       row += height;
     }
+  }
 }
 
 }  // namespace HR_ISA

@@ -206,7 +206,7 @@ struct Packed {
     const Scheme scheme = grouped ? one_of({Scheme::kFloat, Scheme::kInt8})
                                   : storage == Storage::kBF16 && chance(50)
                                         ? Scheme::kBF16
-                                        : one_of({Scheme::kFloat, Scheme::kInt8Rows});
+                                        : Scheme::kFloat;
     matrix = k.pack(pool,
                     {values.data, grouped ? scales.data : nullptr, grouped && offset_form > 0 ? offsets.data : nullptr,
                      out, in, static_cast<int32_t>(storage), static_cast<int32_t>(grouped ? group_size : 0)},
@@ -240,7 +240,7 @@ void drive_odd_linear(Pools& pools, const Kernels& k) {
   Exact<float> values(out * in);
   values.fill([](int64_t) { return number(); });
   const SourceWeight source = {values.data, nullptr, nullptr, out, in, static_cast<int32_t>(Storage::kF32), 0};
-  PackedMatrix* matrix = k.pack(&pools.three, source, one_of({Scheme::kFloat, Scheme::kInt8Rows}));
+  PackedMatrix* matrix = k.pack(&pools.three, source, Scheme::kFloat);
   Rows x(rows, in), y(rows, out);
   same_with_any_threads(pools, k, "linear", y,
                         [&](Pool* pool) { k.linear(pool, {x.view(), rows, matrix, nullptr, y.view()}); });

@@ -43,13 +43,11 @@ class Form:
     bits: int = 0
     offsets: bool = False
     """Beyond those of Q4_0, which are -8 times the scale."""
-    scheme: str | None = None
 
 
 FORMS = {
     "float32": Form("float32"),
     "bfloat16": Form("bfloat16"),
-    "int8": Form("float32", scheme="int8_rows"),
     "Q8_0": Form("bfloat16", bits=8),
     "Q4_0": Form("bfloat16", bits=4),
     "Q4_1": Form("bfloat16", bits=4, offsets=True),
@@ -119,13 +117,9 @@ def weight(form: Form, inputs: int, outputs: int) -> Weight:
 
 def copies_of(kernels: NativeKernels, form: Form, inputs: int, outputs: int) -> list[Matrix]:
     source = weight(form, inputs, outputs)
-
-    def pack() -> Matrix:
-        return kernels._pack(source, form.scheme) if form.scheme else kernels.prepare_weight(source)
-
-    first = pack()
+    first = kernels.prepare_weight(source)
     count = min(MOST_COPIES, COLD_BYTES // max(1, first.num_bytes) + 1)
-    return [first, *(pack() for _ in range(count - 1))]
+    return [first, *(kernels.prepare_weight(source) for _ in range(count - 1))]
 
 
 def product_seconds(kernels: NativeKernels, matrices: Sequence[Matrix], x: np.ndarray, seconds: float) -> float:

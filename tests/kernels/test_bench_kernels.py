@@ -32,7 +32,7 @@ def test_every_form_is_measured_at_every_size(tmp_path: Path, capsys: pytest.Cap
     [
         (["--shapes=64"], "'64' is not INPUTSxOUTPUTS"),
         (["--shapes=65x3"], "a multiple of 32 inputs"),
-        (["--forms=int5"], "--forms int5: there are float32, bfloat16, int8"),
+        (["--forms=int5"], "--forms int5: there are float32, bfloat16, Q8_0"),
         (["--rows=many"], "many"),
     ],
 )

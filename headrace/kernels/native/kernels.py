@@ -1,8 +1,8 @@
 """Every operation of `kernels.ops` as a line of a recording, and the handles they take.
 
 Buffers are float32 whatever the compute dtype, which says how dense weights and the KV cache are held. Weights in
-groups of few bits stay as they are in memory; their products take activations rounded to 8 bits a group, or, where
-the compute dtype is float32, exact ones.
+groups of few bits stay as they are in memory; their products take activations rounded to whole numbers a group, or,
+where the compute dtype is float32, exact ones.
 """
 
 from __future__ import annotations

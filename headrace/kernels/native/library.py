@@ -36,7 +36,7 @@ OP_KINDS = (
     "encoder_attention",
 )
 STORAGE = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 4, "int8": 8}
-SCHEMES = {"float": 0, "bfloat16": 1, "int8": 2, "int8_rows": 3}
+SCHEMES = {"float": 0, "bfloat16": 1, "int8": 2}
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5}
 
 

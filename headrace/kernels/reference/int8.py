@@ -1,6 +1,7 @@
-"""Products with weights of int8 in groups, in whole numbers: the input too is rounded to int8, group by group.
+"""Products with weights of int8 in groups, in whole numbers: the input too is rounded, to 13 bits, group by group.
 
-Both sides are symmetric: 127 for the largest magnitude of a row's group, whose scale is found as it is multiplied.
+Both sides are symmetric: 127, or 4095 of the input, for the largest magnitude of a row's group, whose scale is found as
+it is multiplied.
 
     y = sum over groups of (q_x . q_w) * (scale_x * scale_w)
 
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.int8_weights import LARGEST
 from headrace.kernels.weight import Weight
 
+LARGEST_INPUT = 4095
+"""The most for which a group's sum, 4095 * 127 * 32, is below 2 ** 24."""
+
 SMALLEST = 1e-30
-"""Groups of smaller magnitudes are zeros: LARGEST divided by theirs might be no number."""
+"""Groups of smaller magnitudes are zeros: LARGEST_INPUT divided by theirs might be no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,10 @@ def multiply_int8(x: Tensor, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
     num_groups, group_size, out = matrix.values.shape
     groups = x.float().view(-1, num_groups, group_size)
     largest = groups.abs().amax(dim=2)
-    inverse = torch.where(largest < SMALLEST, 0.0, LARGEST / largest)
+    # A number divided by a tensor would be the reciprocal times the number: rounded twice.
+    inverse = torch.where(largest < SMALLEST, 0.0, torch.full_like(largest, LARGEST_INPUT) / largest)
     whole = (groups * inverse[:, :, None]).round_()
-    scales = largest / LARGEST
+    scales = largest / LARGEST_INPUT
     product = torch.zeros(x.shape[0], out, device=x.device)
     for group in range(num_groups):
         # Below 2 ** 24 float32 holds every whole number.
