@@ -22,7 +22,8 @@ LOG_TAIL_LINES = 60
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The shared server. A test may not stop it, fill it or change its state for others."""
-    with running_server(tmp_path_factory.mktemp("server") / "server.log", SERVER_FLAGS) as running:
+    place = tmp_path_factory.mktemp("server")
+    with running_server(place / "server.log", (*SERVER_FLAGS, "--batch-dir", str(place / "batches"))) as running:
         yield running
 
 

@@ -28,20 +28,31 @@ class BatchPlace:
 
     @property
     def directory(self) -> Path:
-        """Its own for each server: the default one is named after the model and the port."""
+        """Its own for each server: the default one is named after the model and the port. Raises OSError for a user who
+        has no home, as in some containers."""
         if self._server.batch_dir is not None:
             return Path(self._server.batch_dir).expanduser()
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._server.served_model_names[0])[-80:].strip("-.")
-        return Path.home() / ".headrace" / "engine" / f"{name}-{self._server.port}"
+        try:
+            home = Path.home()
+        except RuntimeError:
+            raise OSError("the server's user has no home directory") from None
+        return home / ".headrace" / "engine" / f"{name}-{self._server.port}"
 
     def resume(self) -> None:
         """Go on with what an earlier server did not finish. Raises ConfigError where that cannot be known."""
-        if self._server.batch_dir is None and not self.directory.is_dir():
+        if self._server.batch_dir is None and not self._has_some():
             return
         try:
             self._open()
         except OSError as error:
             raise ConfigError(f"--batch-dir {self.directory} cannot be used: {error.strerror or error}.") from None
+
+    def _has_some(self) -> bool:
+        try:
+            return self.directory.is_dir()
+        except OSError:
+            return False  # who asks for files will be told
 
     def open(self) -> Batches:
         """Raises ApiError (500) where files cannot be kept."""
@@ -50,7 +61,7 @@ class BatchPlace:
         except ConfigError as error:
             raise wire.storage_failed(str(error).rstrip(".")) from None
         except OSError as error:
-            logger.error("%s cannot be used: %s", self.directory, error)
+            logger.error("Files cannot be kept: %s", error)
             raise wire.storage_failed(error.strerror or str(error)) from None
 
     async def stop(self) -> None:

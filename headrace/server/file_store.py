@@ -65,8 +65,8 @@ class FileStore:
         self.file_limit_bytes = file_limit_bytes
         self.storage_limit_bytes = storage_limit_bytes
         self._files = directory / "files"
-        for folder in (directory, self._files, self.batches):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (*reversed(directory.absolute().parents), directory, self._files, self.batches):
+            folder.mkdir(mode=0o700, exist_ok=True)  # with `parents` those would be open to all
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

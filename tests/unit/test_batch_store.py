@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config.errors import ConfigError
+from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol.batches import Batch, BatchFields, LineRequest, Reply
 from headrace.protocol.errors import ApiError
+from headrace.server.batch_place import BatchPlace
 from headrace.server.batch_run import OutputFile
 from headrace.server.batch_store import Batches
 from headrace.server.file_store import FileStore
@@ -145,6 +147,32 @@ async def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
         opened(tmp_path)
     store.close()
     opened(tmp_path).close()
+
+
+def test_directories_that_are_made_are_the_servers_alone(tmp_path: Path) -> None:
+    opened(tmp_path / "a" / "b").close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_dir()} == {0o700}
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+async def test_a_server_whose_user_has_no_home_starts_and_says_so_when_files_are_sent(
+    monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    def no_home() -> Path:
+        if home is None:
+            raise RuntimeError("Could not determine home directory.")
+        return Path(home) / "no" / "such"
+
+    monkeypatch.setattr(Path, "home", no_home)
+
+    async def dispatch(exchange: object, path: str) -> None: ...
+
+    place = BatchPlace(ServerSettings(served_model_names=("m",), model_path="m"), EngineSettings(model="m"), dispatch)
+    place.resume()
+    with pytest.raises(ApiError) as refused:
+        place.open()
+    assert refused.value.code == "storage_failed" and "--batch-dir" in refused.value.message
+    await place.stop()
 
 
 async def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
