@@ -195,7 +195,7 @@ class Batches:
             code = "storage_full" if isinstance(error, StorageFull) else "storage_failed"
             logger.error("Batch %s fails: %s", batch.id, error)
             reason = error.strerror or str(error)
-            self._fail(batch.id, [BatchFault(code=code, message=f"Answers could not be written: {reason}.")])
+            self._fail(batch.id, [BatchFault(code=code, message=f"Its files could not be read or written: {reason}.")])
         except Exception:
             logger.exception("Batch %s fails.", batch.id)
             message = f"The server failed in this batch. Its log has the details under the id {batch.id}."

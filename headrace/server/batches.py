@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.protocol import batches as wire
 from headrace.protocol.batches import BatchFields
 from headrace.protocol.json import Body
-from headrace.server.files import page
+from headrace.server.files import disk_errors, page
 from headrace.server.http import Exchange
 from headrace.server.serving import Serving
 
@@ -17,10 +16,8 @@ async def create(serving: Serving, exchange: Exchange) -> None:
     body = Body(await exchange.body(serving.settings.max_body_bytes))
     fields = body.read(BatchFields)
     exchange.warn_ignored(list(body.others()))
-    try:
+    with disk_errors():
         batch = serving.batches.open().create(fields)
-    except OSError as error:
-        raise wire.storage_failed(error.strerror or str(error)) from None
     await exchange.answer_json(batch)
 
 
@@ -34,7 +31,9 @@ async def retrieve(serving: Serving, exchange: Exchange) -> None:
 
 
 async def cancel(serving: Serving, exchange: Exchange) -> None:
-    await exchange.answer_json(serving.batches.open().cancel(_id_in(exchange.path)))
+    with disk_errors():
+        batch = serving.batches.open().cancel(_id_in(exchange.path))
+    await exchange.answer_json(batch)
 
 
 def _id_in(path: str) -> str:

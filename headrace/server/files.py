@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
-
-import msgspec
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
 
 from headrace.protocol import batches as wire
 from headrace.protocol import errors
@@ -20,7 +19,14 @@ PIECE_BYTES = 256 << 10
 PAGE = 10_000
 """Files in a list: without `limit`, and at most."""
 
-T = TypeVar("T", bound=msgspec.Struct)
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """What the disk refuses inside is an ApiError (500) with the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise wire.storage_failed(error.strerror or str(error)) from None
 
 
 async def upload(serving: Serving, exchange: Exchange) -> None:
@@ -31,23 +37,13 @@ async def upload(serving: Serving, exchange: Exchange) -> None:
         length = exchange.headers.get("content-length", "")
         if length.isdigit() and int(length) > store.file_limit_bytes + (1 << 20):
             raise wire.file_too_large(store.file_limit_bytes)
-        arriving = store.upload()
-        try:
+        with disk_errors(), closing(store.upload()) as arriving:
             made = await _arrived(exchange, boundary, arriving)
-        finally:
-            arriving.close()
-    except ApiError as error:
-        await _refuse(exchange, error)
-    except OSError as error:
-        await _refuse(exchange, wire.storage_failed(error.strerror or str(error)))
+    except ApiError:
+        await exchange.discard()  # much of the body may still be on its way
+        exchange.answer_headers["connection"] = "close"
+        raise
     await exchange.answer_json(made)
-
-
-async def _refuse(exchange: Exchange, error: ApiError) -> NoReturn:
-    """With a body of which much may still be on its way."""
-    await exchange.discard()
-    exchange.answer_headers["connection"] = "close"
-    raise error from None
 
 
 async def _arrived(exchange: Exchange, boundary: bytes, arriving: Upload) -> wire.FileObject:
@@ -90,14 +86,17 @@ async def delete(serving: Serving, exchange: Exchange) -> None:
     reader = batches.reader_of(file_id)
     if reader is not None:
         raise wire.file_in_use(file_id, reader)
-    batches.store.delete(file_id)
+    with disk_errors():
+        batches.store.delete(file_id)
     await exchange.answer_json({"id": file_id, "object": "file", "deleted": True})
 
 
 async def content(serving: Serving, exchange: Exchange) -> None:
     store = serving.batches.open().store
     file = store.get(_id_in(exchange.path))
-    with store.path(file.id).open("rb") as opened:
+    with disk_errors():
+        opened = store.path(file.id).open("rb")
+    with opened:
         await exchange.stream({"content-type": "application/octet-stream", "content-length": str(file.bytes)})
         if exchange.method != "HEAD":
             while piece := await asyncio.to_thread(opened.read, PIECE_BYTES):

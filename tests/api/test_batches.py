@@ -204,6 +204,8 @@ def test_requests_that_cannot_be_are_refused(client: openai.OpenAI, own_server: 
             call("batch_x/../x")
     for path in ("/files/..%2f..%2fetc%2fpasswd", "/files/../../etc/passwd/content", "/files/%2e%2e/content"):
         assert httpx.get(own_server.base_url + path).status_code == 404
+    head = httpx.head(f"{own_server.base_url}/files/{file.id}/content")
+    assert (head.status_code, head.headers["content-length"]) == (200, str(len(asking("a"))))
     with pytest.raises(openai.BadRequestError, match="files for `batch` only"):
         client.files.create(file=("a", b"x"), purpose="fine-tune")
     batch = ended(client, sent(client, [asking("a")]))

@@ -124,6 +124,16 @@ async def test_a_batch_ends_where_the_storage_is_full_and_keeps_what_it_has(tmp_
     await batches.stop()
 
 
+async def test_an_input_that_is_gone_fails_its_batch_and_says_why(tmp_path: Path) -> None:
+    batches = batches_in(opened(tmp_path))
+    batch = sent(batches, CONTENT)
+    batches.store.path(batch.input_file_id).unlink()
+    done = await end_of(batches, batch.id)
+    assert done.status == "failed" and done.errors is not None
+    assert done.errors.data[0].code == "storage_failed" and "No such file" in done.errors.data[0].message
+    await batches.stop()
+
+
 async def test_batches_take_turns(tmp_path: Path) -> None:
     batches = batches_in(opened(tmp_path))
     order: list[str] = []
