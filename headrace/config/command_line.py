@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.config.errors import ConfigError
 from headrace.config.flag_table import FLAG_BY_NAME, FLAGS
-from headrace.config.flags import Flag, canonical, closest
+from headrace.config.flags import Flag, canonical, closest, is_short
 
 
 @dataclass(slots=True)
@@ -139,9 +139,10 @@ def _add_positional(given: Given, word: str) -> None:
 
 
 def _split(word: str) -> tuple[str, str | None]:
-    """The flag as written and the value attached to it: `--port=80` and, as compilers do, `-O3`."""
-    if re.fullmatch(r"-O\d", word):
-        return "-O", word[2:]
+    """The flag as written and the value attached to it: `--port=80` and, as compilers do, `-O3` and `-tp2`."""
+    attached = re.fullmatch(r"-([A-Za-z]+)(\d+)", word)
+    if attached is not None and is_short(attached[1]) and attached[1] in FLAG_BY_NAME:
+        return f"-{attached[1]}", attached[2]
     written, equals, inline = word.partition("=")
     return written, inline if equals else None
 
@@ -159,7 +160,7 @@ def _find(word: str) -> tuple[Flag | None, bool, str]:
     flag = FLAG_BY_NAME.get(name)
     if one_dash and (flag is None or name == flag.name):
         return None, True, ""
-    if flag is not None and (not inner or flag.kind == "json"):
+    if flag is not None and (not inner or flag.takes_json):
         return flag, True, inner
     flag = FLAG_BY_NAME.get(name.removeprefix("no-")) if name.startswith("no-") and not inner else None
     return (flag, False, "") if flag is not None and flag.kind == "switch" else (None, True, "")
@@ -195,10 +196,10 @@ def _add(given: Given, flag: Flag, texts: list[str], written: str, *, wanted: bo
 
 
 def _nested(before: object, inner: str, text: str) -> dict[str, object]:
-    """`--hf-overrides.rope_scaling.factor 2` sets one value inside the JSON object."""
+    """`--hf-overrides.rope_scaling.factor 2` sets one value in the object, `--json.sizes+ 2` adds to a list."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     result: dict[str, object] = dict(before) if isinstance(before, dict) else {}
     place = result
@@ -208,6 +209,10 @@ def _nested(before: object, inner: str, text: str) -> dict[str, object]:
         fresh: dict[str, object] = dict(below) if isinstance(below, dict) else {}
         place[parent] = fresh
         place = fresh
+    if last.endswith("+"):
+        last = last[:-1]
+        known = place.get(last)
+        value = [*(known if isinstance(known, list) else []), value]
     place[last] = value
     return result
 
@@ -229,25 +234,49 @@ def _add_file(given: Given, path: Path) -> None:
 
 def _add_table(given: Given, table: Mapping[str, object], where: str) -> None:
     """Add each key as a flag; `where` begins the line of a mistake."""
+    keys: dict[str, str] = {}
     for key, raw in table.items():
-        flag, wanted, _ = _find("--" + canonical(str(key)))
+        flag, wanted, inner = _find("--" + canonical(str(key)))
         if flag is None:
             given.errors.append(_unknown(str(key), where))
+        elif inner:
+            given.errors.append(f"{where}{key}: write {str(key).partition('.')[0]} as a table with {inner} in it.")
         elif flag.name == "config":
             given.errors.append(f"{where}a config file cannot name another one ({key}).")
+        elif flag.name in keys:
+            given.errors.append(f"{where}{keys[flag.name]} and {key} are the same flag: keep one.")
         elif raw is not None:
+            try:
+                texts = value_texts(flag, raw)
+            except ValueError as error:
+                given.errors.append(f"{where}{key} {error}.")
+                continue
             before = len(given.errors)
-            _add(given, flag, _texts(raw), str(key), wanted=wanted)
+            _add(given, flag, texts, str(key), wanted=wanted)
             given.errors[before:] = [where + line for line in given.errors[before:]]
+        if flag is not None:
+            keys.setdefault(flag.name, str(key))
 
 
-def _texts(raw: object) -> list[str]:
+def value_texts(flag: Flag, raw: object) -> list[str]:
+    """A flag's value in a file, or in a call of Python, as the words of a command line.
+
+    ValueError when it is of a kind that the flag does not take; the message goes on after the key's name.
+    """
+    if isinstance(raw, list | tuple):
+        if not flag.many:
+            raise ValueError(f"takes one value, and this is a list of {len(raw)}")
+        if any(isinstance(part, list | tuple) or part is None for part in raw):
+            raise ValueError("takes a plain list, without lists or empty values in it")
+        return [text for part in raw for text in value_texts(flag, part)]
+    if isinstance(raw, Mapping):
+        if not flag.takes_json:
+            raise ValueError("takes one value, and this is a table")
+        return [json.dumps(raw, default=str)]
     if isinstance(raw, bool):
+        if flag.kind == "text":
+            raise ValueError("takes a text, and this is true or false: put the word into quotes if it is meant")
         return ["true" if raw else "false"]
-    if isinstance(raw, dict):
-        return [json.dumps(raw)]
-    if isinstance(raw, list):
-        return [text for part in raw for text in _texts(part)]
     return [str(raw)]
 
 
@@ -270,11 +299,36 @@ def read_config_file(path: Path) -> dict[str, object]:
         import yaml
 
         try:
-            table = yaml.safe_load(text)
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            _check_keys(node)
+            table = loader.construct_document(node) if node is not None else None
         except yaml.YAMLError as error:
             raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}.") from None
+        except ValueError as error:
+            raise ConfigError(f"--config {path}: {error}.") from None
     if table is None:
         return {}
     if not isinstance(table, dict):
         raise ConfigError(f"--config {path}: must be a table of flags, such as `max-model-len: 8192`.")
     return table
+
+
+def _check_keys(node: object) -> None:
+    """ValueError when a key of a YAML document stands twice in one table: its reader would take the last."""
+    seen: set[int] = set()
+    rest = [node]
+    while rest:
+        below = rest.pop()
+        parts = getattr(below, "value", None)
+        if not isinstance(parts, list) or id(below) in seen:
+            continue
+        seen.add(id(below))
+        pairs = [part for part in parts if isinstance(part, tuple)]
+        lines: dict[object, int] = {}
+        for key, _ in pairs:
+            line = key.start_mark.line + 1
+            first = lines.setdefault((key.tag, str(key.value)), line)
+            if first != line:
+                raise ValueError(f"the key {key.value} stands twice, in lines {first} and {line}; keep one")
+        rest += [part for _, part in pairs] if pairs else parts

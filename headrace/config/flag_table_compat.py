@@ -205,7 +205,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("cuda-graph-sizes", "int", CAPTURE, _NO_CAPTURE, many=True),
     _mapped("cudagraph-capture-sizes", "int", CAPTURE, _NO_CAPTURE, many=True),
     _mapped("max-cudagraph-capture-size", "int", CAPTURE, _NO_CAPTURE),
-    _mapped("compilation-config", "text", CAPTURE, _NO_CAPTURE, aliases=("cc",)),
+    _mapped("compilation-config", "text or json", CAPTURE, _NO_CAPTURE, aliases=("cc",)),
     _mapped("optimization-level", "text", CAPTURE, _NO_CAPTURE, aliases=("O",)),
     _mapped("attention-backend", "text", CAPTURE, "each device has one attention implementation", harmless=("auto",)),
     _mapped("disable-cascade-attn", "switch", CAPTURE, "there is no cascade attention to disable"),
@@ -251,7 +251,7 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _refused("spec-model", "text", SPECULATION, _SPEC),
     _refused("spec-tokens", "int", SPECULATION, _SPEC, harmless=(0,)),
     # Images and sound
-    _mapped("limit-mm-per-prompt", "text", MEDIA, _NO_MEDIA),
+    _mapped("limit-mm-per-prompt", "text or json", MEDIA, _NO_MEDIA),
     _mapped("mm-processor-kwargs", "json", MEDIA, _NO_MEDIA),
     _mapped("mm-processor-cache-gb", "float", MEDIA, _NO_MEDIA),
     _mapped("media-io-kwargs", "json", MEDIA, _NO_MEDIA),

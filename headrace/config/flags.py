@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation, Overflow
 from typing import Literal
 
-Kind = Literal["text", "switch", "int", "float", "tokens", "tokens or auto", "bytes", "json", "list"]
+Kind = Literal["text", "switch", "int", "float", "tokens", "tokens or auto", "bytes", "json", "text or json", "list"]
 State = Literal["real", "mapped", "refused"]
 
 _LARGEST = 2**63 - 1
@@ -66,11 +66,18 @@ class Flag:
         return [self.option, *(f"-{a}" if is_short(a) else f"--{a}" for a in self.aliases)]
 
     @property
+    def takes_json(self) -> bool:
+        """Whether it takes an object, whose values can be given one by one too: `--hf-overrides.rope_theta 1e6`."""
+        return self.kind in ("json", "text or json")
+
+    @property
     def metavar(self) -> str:
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         words = {"text": "TEXT", "int": "N", "float": "X", "tokens": "N", "tokens or auto": "N|auto", "bytes": "BYTES"}
-        word = words.get(self.kind, {"json": "JSON", "list": "LIST", "switch": ""}.get(self.kind, ""))
+        word = words.get(
+            self.kind, {"json": "JSON", "text or json": "TEXT|JSON", "list": "LIST", "switch": ""}.get(self.kind, "")
+        )
         return f"{word} ..." if self.many else word
 
     def is_harmless(self, value: object) -> bool:
@@ -200,12 +207,28 @@ def _parse_count_or_auto(text: str) -> object:
 
 def _parse_json(text: str) -> object:
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(text, object_pairs_hook=distinct)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error}); write it in single quotes, such as '{{\"key\": 1}}'") from None
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object, such as '{\"key\": 1}'")
     return value
+
+
+def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object whose keys all differ. ValueError names one that does not."""
+    table: dict[str, object] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {key} stands twice in one object")
+        table[key] = value
+    return table
+
+
+def _parse_text_or_json(text: str) -> object:
+    return _parse_json(text) if text.startswith("{") else text
 
 
 def _parse_list(text: str) -> object:
@@ -230,5 +253,6 @@ _PARSERS: dict[Kind, Callable[[str], object]] = {
     "tokens or auto": _parse_count_or_auto,
     "bytes": _parse_count,
     "json": _parse_json,
+    "text or json": _parse_text_or_json,
     "list": _parse_list,
 }

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import PurePath
 
-from headrace.config.command_line import Given, parse_command_line
+from headrace.config.command_line import Given, parse_command_line, value_texts
 from headrace.config.flag_table import FLAG_BY_NAME
-from headrace.config.flags import canonical, closest
+from headrace.config.flags import Flag, canonical, closest
 from headrace.config.resolve import BUNDLED_NAME
-from headrace.gateway.config_section import Section, dotted, shown
+from headrace.gateway.config_section import Section, dotted
 from headrace.gateway.config_values import plain
 from headrace.gateway.snapshot import EngineSpec, Upstream
 
@@ -54,6 +51,7 @@ def read_engines(root: Section) -> tuple[tuple[EngineSpec, Upstream], ...]:
 def _words(section: Section) -> list[str] | None:
     """The table as words of a command line; None when it has a mistake."""
     words: list[str] = []
+    keys: dict[str, str] = {}
     correct = True
     for key in section.table:
         name = canonical(key)
@@ -65,39 +63,35 @@ def _words(section: Section) -> list[str] | None:
             section.problems.error(place, f"unknown key {dotted((*section.key, key))}. {hint}")
             correct = False
             continue
-        texts = _texts(section, key, secret=flag.name in ("api-key", "hf-token"))
+        texts = _texts(section, key, flag)
         if texts is None:
+            correct = False
+        elif flag.name in keys:
+            section.complain(key, f"and {keys[flag.name]} are the same flag: keep one.")
             correct = False
         elif flag.kind == "switch" and texts in (["true"], ["false"]):
             words.append(f"--{name}={texts[0]}")
-        elif flag.kind == "json" or not flag.many:
-            words += [f"--{name}={text}" for text in texts]
-        else:
+        elif flag.many:
             words += [f"--{name}", *texts]
+        else:
+            words += [f"--{name}={text}" for text in texts]
+        keys.setdefault(flag.name, key)
     return words if correct else None
 
 
-def _texts(section: Section, key: str, *, secret: bool) -> list[str] | None:
-    value = section.raw(key)
-    if isinstance(value, Mapping):
-        return [json.dumps(plain(value))]
-    texts = []
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, bool):
-            texts.append("true" if item else "false")
-        elif isinstance(item, int | Decimal):
-            texts.append(str(item))
-        elif isinstance(item, str):
-            try:
-                texts.append(section.placeholders.fill(item))
-            except ValueError as error:
-                section.complain(key, f"{error}.")
-                return None
-        else:
-            found = "something else" if secret else shown(item)
-            section.complain(key, f"must be a value of the flag --{canonical(key)}, but it is {found}.")
-            return None
-    return texts
+def _texts(section: Section, key: str, flag: Flag) -> list[str] | None:
+    """The words of one value, its placeholders filled; None when it is none for the flag."""
+    value = plain(section.raw(key))
+    fill = section.placeholders.fill
+    try:
+        if isinstance(value, str):
+            value = fill(value)
+        elif isinstance(value, list):
+            value = [fill(item) if isinstance(item, str) else item for item in value]
+        return value_texts(flag, value)
+    except ValueError as error:
+        section.complain(key, f"{error}.")
+        return None
 
 
 def _upstream(name: str, given: Given, port: int) -> Upstream:

@@ -11,6 +11,7 @@ import pytest
 from headrace.cli.flag_help import flags_markdown
 from headrace.config.command_line import parse_command_line
 from headrace.config.flag_table import FLAG_BY_NAME, FLAGS
+from headrace.config.flags import is_short
 from headrace.config.load import LaunchError, settings
 from headrace.config.settings import EngineSettings, ServerSettings
 
@@ -46,6 +47,7 @@ FLAGS_NEW_ELSEWHERE = """
 """
 
 FLAGS_OF_EVERY_DAY = """
+-tp2 | -pp1 | -cc.level=3 | -cc.level 3 | --compilation-config.level 3 | --limit-mm-per-prompt.image 2 | -cc 3
 -tp 1 | -pp 1 | -dp 1 | -q awq | --tokenizer t | --revision main | --download-dir d | --hf-overrides {"a":1}
 --override-generation-config {"temperature":0.5} | --allowed-origins ["*"] | --allowed-methods ["GET"]
 --allowed-headers ["*"] | --ssl-keyfile k | --ssl-certfile c | --root-path /x | --disable-log-stats
@@ -246,6 +248,31 @@ def test_a_nested_value_is_set_by_its_path() -> None:
     assert settings(parse_command_line(words))[0].hf_overrides == {
         "rope_scaling": {"factor": 2.0, "rope_type": "linear"}
     }
+
+
+def test_every_flag_of_json_can_be_given_value_by_value_in_every_spelling() -> None:
+    for flag in FLAGS:
+        for spelling in flag.spellings if flag.takes_json else ():
+            words = [f"{spelling}.a.b", "1", f"{spelling}.a.c=x", f"{spelling}.d+", "2", f"{spelling}.d+=y"]
+            given = parse_command_line(words)
+            assert given.errors == []
+            assert given.values == {flag.name: {"a": {"b": 1, "c": "x"}, "d": [2, "y"]}}
+
+
+def test_only_flags_of_json_have_values_inside() -> None:
+    for flag in FLAGS:
+        if not flag.takes_json:
+            (line,) = parse_command_line([f"{flag.option}.a", "1"]).errors
+            assert line.startswith(f"unknown flag {flag.option}.a.")
+
+
+def test_a_number_may_follow_a_short_flag_at_once() -> None:
+    for flag in FLAGS:
+        for name in flag.aliases:
+            if is_short(name) and flag.kind == "int":
+                given = parse_command_line([f"-{name}3", "model"])
+                assert (given.errors, given.values, given.positional) == ([], {flag.name: 3}, "model")
+    assert parse_command_line(["-zz3"]).errors[0].startswith("unknown flag -zz3.")
 
 
 def test_the_model_is_taken_in_both_forms_but_only_one_of_them() -> None:
