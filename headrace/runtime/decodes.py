@@ -16,7 +16,7 @@ import numpy as np
 from headrace.engine.plan import NO_BLOCK, SequenceStep
 from headrace.kernels.ops import Batch
 from headrace.runtime.choosing import Asked
-from headrace.runtime.sampling import uniform
+from headrace.runtime.sampling import token_counts, uniform
 from headrace.runtime.table import SequenceTable
 
 SPARE_BLOCKS = 16
@@ -60,6 +60,7 @@ class Decodes:
         ]
         self._uniforms: memoryview[float] = cast("memoryview[float]", memoryview(b""))
         self._streams: list[tuple[int, int]] = []
+        self._counts = False
 
     def advance(self, steps: Sequence[SequenceStep]) -> bool:
         """Make `batch`, and the random numbers of `asked`, those of these steps, whose blocks are in the table. False
@@ -81,6 +82,8 @@ class Decodes:
                 group.slots[i] = position + group.offsets[i]
         for i, stream in self._streams:
             self._uniforms[i] = uniform(stream, expected[i])
+        if self._counts and self.asked is not None:
+            self._count(self.asked)
         return True
 
     def _enter_block(self, i: int, position: int) -> bool:
@@ -94,9 +97,16 @@ class Decodes:
             group.offsets[i] = block * self._block_size - position
         return True
 
+    def _count(self, asked: Asked) -> None:
+        """The tokens that came since."""
+        tokens = [self._table.tokens[row, :length] for row, length in zip(self.rows, self._next, strict=True)]
+        seen, generated = token_counts(asked.states, tokens)
+        self.asked = replace(asked, rows=replace(asked.rows, seen=seen, generated=generated))
+
     def keep(self, asked: Asked) -> None:
         """Ask the same in the next steps, if it is `fixed`."""
         if not asked.fixed:
             return
+        self._counts = any(state.seen is not None or state.generated is not None for state in asked.states)
         self.asked, self._uniforms = asked, cast("memoryview[float]", asked.rows.uniforms.data)
         self._streams = [(i, state.stream) for i, state in enumerate(asked.states) if state.params.temperature > 0]

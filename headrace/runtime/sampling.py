@@ -21,6 +21,7 @@ from headrace.engine.plan import NewSequence
 from headrace.kernels.ops import Float32, Int32, SampledRows, SamplingRows, TokenLists
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
 from headrace.runtime.grammar import GrammarState
+from headrace.runtime.token_counts import TokenCounts, counted
 from headrace.runtime.token_rules import TokenRules
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -32,14 +33,17 @@ Rules = Sequence[TokenRules | None]
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
     """What is kept for a sequence. `plain`: greedy, and nothing else is asked for. `fixed`: what the sampler is told
-    of it stays the same from token to token, but for the draw. `rules` None: any token may come, as far as the
-    `grammar` allows it."""
+    of it stays the same from token to token, but for the draw and for what was `seen` (the prompt included) or
+    `generated`, which are counted where there are penalties. `rules` None: any token may come, as far as the `grammar`
+    allows it."""
 
     params: SamplingParams
     num_prompt_tokens: int
     stream: int
     plain: bool
     fixed: bool
+    seen: TokenCounts | None = None
+    generated: TokenCounts | None = None
     rules: TokenRules | None = None
     grammar: GrammarState | None = None
 
@@ -48,17 +52,15 @@ class SequenceSampling:
         params = sequence.params
         ruled = bool(params.bad_words) or params.allowed_token_ids is not None or params.min_tokens > 0
         ruled = ruled or params.thinking is not None
-        fixed = (
-            not ruled
-            and grammar is None
-            and params.repetition_penalty == 1
-            and params.frequency_penalty == 0
-            and params.presence_penalty == 0
-        )
-        plain = fixed and params.temperature == 0 and not params.logit_bias and params.logprobs is None
+        fixed = not ruled and grammar is None
+        seen = TokenCounts(0) if params.repetition_penalty != 1 else None
+        penalised = params.frequency_penalty != 0 or params.presence_penalty != 0
+        generated = TokenCounts(sequence.num_prompt_tokens) if penalised else None
+        counts = seen is not None or generated is not None
+        plain = fixed and not counts and params.temperature == 0 and not params.logit_bias and params.logprobs is None
         stream = random_stream(params.seed, sequence.index)
         rules = TokenRules.of(params) if ruled else None
-        return cls(params, sequence.num_prompt_tokens, stream, plain, fixed, rules, grammar)
+        return cls(params, sequence.num_prompt_tokens, stream, plain, fixed, seen, generated, rules, grammar)
 
     @classmethod
     def scoring(cls, num_logprobs: int) -> SequenceSampling:
@@ -106,11 +108,7 @@ def sampling_rows(
     temperature = np.array([p.temperature for p in params], np.float32)
     random = temperature.any()
     draws = uniforms([s.stream for s in states], [len(t) for t in tokens]) if random else np.zeros_like(temperature)
-    seen = [t if p.repetition_penalty != 1 else t[:0] for t, p in zip(tokens, params, strict=True)]
-    generated = [
-        t[s.num_prompt_tokens :] if s.params.frequency_penalty or s.params.presence_penalty else t[:0]
-        for t, s in zip(tokens, states, strict=True)
-    ]
+    seen, generated = token_counts(states, tokens)
     return SamplingRows(
         temperature=temperature,
         uniforms=draws,
@@ -120,8 +118,8 @@ def sampling_rows(
         repetition_penalty=_unless_all([p.repetition_penalty for p in params], 1.0, np.float32),
         frequency_penalty=_unless_all([p.frequency_penalty for p in params], 0.0, np.float32),
         presence_penalty=_unless_all([p.presence_penalty for p in params], 0.0, np.float32),
-        seen=_counted(seen),
-        generated=_counted(generated),
+        seen=seen,
+        generated=generated,
         logit_bias=_weighted([p.logit_bias or {} for p in params]),
         forbidden=_forbidden(rules, states, tokens, vocab_size),
         allowed=_allowed(rules, states, tokens),
@@ -131,6 +129,17 @@ def sampling_rows(
         scored=_scored(params),
         num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
     )
+
+
+def token_counts(
+    states: Sequence[SequenceSampling], tokens: Sequence[NDArray[np.int32]]
+) -> tuple[TokenLists | None, TokenLists | None]:
+    """`seen` and `generated` of `SamplingRows`."""
+    for state, own in zip(states, tokens, strict=True):
+        for counts in (state.seen, state.generated):
+            if counts is not None:
+                counts.follow(own)
+    return counted([state.seen for state in states]), counted([state.generated for state in states])
 
 
 def token_logprobs(sampled: SampledRows, row: int, count: int) -> TokenLogprobs:

@@ -120,7 +120,18 @@ def test_a_sequence_without_its_next_block_is_no_decode(hole: bool) -> None:
     assert not decodes.advance([SequenceStep(0, 4, 1, ((),), True)])
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.5, "top_p": 0.8}, {"logprobs": 2}, {"logit_bias": {3: 1.0}}, {}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5, "top_p": 0.8},
+        {"logprobs": 2},
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1, "temperature": 1.0},
+    ],
+)
 def test_what_is_asked_for_again_is_what_would_be_asked(params: dict[str, object]) -> None:
     streams = Streams([6, 9], **params)
     steps = streams.steps()
@@ -140,9 +151,6 @@ def test_what_is_asked_for_again_is_what_would_be_asked(params: dict[str, object
 @pytest.mark.parametrize(
     "params",
     [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
         {"min_tokens": 3, "stop_token_ids": (1,)},
         {"bad_words": ((1, 2),)},
         {"allowed_token_ids": (1, 2)},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from headrace.engine.plan import NewSequence
 from headrace.kernels.ops import SamplingRows
 from headrace.protocol.ipc import SamplingParams
 from headrace.runtime.sampling import SequenceSampling, random_stream, sampling_rows, uniforms
+from headrace.runtime.token_counts import TokenCounts
 
 PROMPT = (5, 6, 5)
 VOCAB = 50
@@ -52,6 +54,17 @@ def test_repetition_counts_the_prompt_and_presence_only_what_was_generated() -> 
     rows = rows_of({"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {}, generated=(6, 9, 9))
     assert pairs(rows, "seen") == [{5: 2, 6: 2, 9: 2}, {}, {}]
     assert pairs(rows, "generated") == [{}, {6: 1, 9: 2}, {}]
+
+
+@pytest.mark.parametrize("start", [0, 3, 150])
+def test_tokens_counted_as_they_come_are_counted_right(start: int) -> None:
+    tokens = np.random.default_rng(start).integers(0, 200, 600).astype(np.int32)
+    counts = TokenCounts(start)
+    for stop in [*range(start, 300, 7), 300, 300, 599, 600]:
+        counts.follow(tokens[:stop])
+        expected = np.unique(tokens[start:stop], return_counts=True)
+        found = dict(zip(counts.tokens.tolist(), counts.counts.tolist(), strict=True))
+        assert found == dict(zip(*(part.tolist() for part in expected), strict=True))
 
 
 def test_biases_reach_their_rows() -> None:
