@@ -18,7 +18,6 @@ import logging
 import os
 import select
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Set
@@ -35,6 +34,7 @@ from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
+from headrace.runtime.core_process import die_with_parent, read_settings
 from headrace.runtime.devices import choose_kernels, instruction_set
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
@@ -434,18 +434,6 @@ class ThrottledProgress:
             self._send(ipc.Loading(phase=phase, done=done, total=total))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when the server dies, however it dies, even in the middle of a step."""
-    if sys.platform != "linux":
-        return  # the end of standard input tells the same, after the step
-    PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(PR_SET_NAME, b"headrace-core", 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call
-        raise SystemExit(1)
-
-
 def return_freed_memory() -> None:
     """Give what loading has left over back to the system, and keep the rest out of the garbage collector's way."""
     gc.unfreeze()
@@ -453,22 +441,6 @@ def return_freed_memory() -> None:
     gc.freeze()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def read_settings(pipe: int) -> EngineSettings:
-    """Four bytes of length, little-endian, and as many of msgpack; the pipe stays open behind them."""
-    (length,) = struct.unpack("<I", _read_exactly(pipe, 4))
-    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineSettings)
-
-
-def _read_exactly(pipe: int, count: int) -> bytes:
-    content = b""
-    while len(content) < count:
-        piece = os.read(pipe, count - len(content))
-        if not piece:
-            raise SystemExit(1)  # the server is gone before it said anything
-        content += piece
-    return content
 
 
 def main(argv: list[str] | None = None) -> int:
