@@ -27,6 +27,7 @@ from headrace.protocol.http_connection import Connection
 from headrace.server.app import App, create_app
 from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics
+from headrace.server.room import Group
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -66,6 +67,8 @@ class ScriptedEngine:
     script: Script = field(default_factory=lambda: saying("Hello there!"))
     step_s: float = 0.0
     refuses: ApiError | None = None
+    most_open: int = 16
+    """Of a request with several prompts, sequences that are sent at a time."""
     fails_after: int | None = None
     """Raises this engine's `failure` when a request has had so many steps."""
     failure: Exception | None = None
@@ -93,6 +96,9 @@ class ScriptedEngine:
         )
     )  # fmt: skip
 
+    def let_in(self, num_sequences: int, num_tokens: int, *, priority: int = 0) -> contextlib.nullcontext[Group]:
+        return contextlib.nullcontext(Group(num_sequences, num_tokens, most_open=self.most_open))
+
     async def generate(
         self,
         request_id: str,
@@ -102,6 +108,7 @@ class ScriptedEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         streamed: bool = True,
+        group: Group | None = None,
     ) -> AsyncIterator[ipc.SequenceOutput]:
         if self.refuses is not None:
             raise self.refuses

@@ -225,7 +225,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
     Flag(
         "max-num-queued-reqs",
         "int",
-        "Requests that may wait; further ones get 429 with Retry-After.",
+        "Requests that may wait, each prompt and each of its `n` answers counted; others get 429 with Retry-After.",
         BATCHING,
         default=1024,
         minimum=1,

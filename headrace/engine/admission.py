@@ -55,7 +55,7 @@ class SchedulerSettings:
 
     @property
     def max_running(self) -> int:
-        """Sequences that may run at once: each must be able to get one token of every step."""
+        """Sequences that may run at once, as in `EngineInfo`."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 

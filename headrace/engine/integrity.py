@@ -59,7 +59,8 @@ def check_sequences(
     assert len(alive) == len(running) + len(queue), "a sequence is in no list, or in two"
     assert len(by_id) == len(running) <= settings.max_running
     assert all(request.sequences for request in requests.values()), "a request has no sequence left"
-    live = (request for request in requests.values() if not request.is_background)
-    queued = [request.num_prompt_tokens for request in live if not request.started]
-    assert (queue.num_requests, queue.num_tokens) == (len(queued), sum(queued))
+    live = [request for request in requests.values() if not request.is_background]
+    assert queue.num_tokens == sum(request.num_prompt_tokens for request in live if not request.started)
+    new = (seq for request in live for seq in request.sequences.values() if seq.queue_s is None)
+    assert queue.num_sequences == sum(len(request.held) for request in live) + sum(1 for _ in new)
     assert not dropped.keys() & by_id.keys()

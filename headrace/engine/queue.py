@@ -13,6 +13,7 @@ from itertools import islice
 from headrace.engine.admission import Refusal, SchedulerSettings
 from headrace.engine.ranking import Ranking
 from headrace.engine.request import Request, Sequence
+from headrace.protocol.ipc import AddRequest
 
 QUEUE_WINDOW = 16
 """Waiting sequences, from the head of the queue, that compete for the prefill share."""
@@ -21,17 +22,17 @@ MOST_OVERTAKEN = 16
 
 
 class Queue:
-    """Sequences that wait, those of started requests among them; what is bounded are requests of which none started."""
+    """Sequences that wait. What is bounded are those of live requests that were never started, all `n` of a request."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._waiting = Ranking(lambda seq: (seq.rank[0], seq.num_preemptions == 0, *seq.rank[1:]))
         self._longest: Sequence | None = None
         """Under "priority", of those that wait the one that came first; found anew for every step."""
-        self.num_requests = 0
-        """Live requests of which no sequence has been started."""
+        self.num_sequences = 0
+        """Of live requests, and never started; those held back as forks among them."""
         self.num_tokens = 0
-        """Of their prompts."""
+        """Prompt tokens of live requests of which no sequence was started."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -53,20 +54,25 @@ class Queue:
 
     def remove(self, seq: Sequence) -> None:
         self._waiting.remove(seq)
+        if seq.queue_s is None:
+            self.given_up(seq.request, 1)
 
     # bounds
 
-    def refusal(self, num_tokens: int, could_start: int) -> Refusal | None:
-        """Why there is no room for one more request with so many prompt tokens, when so many could start at once."""
+    def refusal(self, message: AddRequest, could_start: int) -> Refusal | None:
+        """Why there is no room for one more request, when so many sequences could start at once."""
         settings = self._settings
-        if self.num_requests >= settings.max_num_queued_reqs + could_start:
+        n = message.params.n
+        if self.num_sequences + n > settings.max_num_queued_reqs + could_start:
+            asked = "" if n == 1 else f"this request asks for {n} answers, "
             return Refusal(
                 "queue_full",
-                f"{self.num_requests} requests are waiting and the queue holds {settings.max_num_queued_reqs} "
-                "(--max-num-queued-reqs). Try again later.",
+                f"{self.num_sequences} requests are waiting, {asked}and the queue holds "
+                f"{settings.max_num_queued_reqs} (--max-num-queued-reqs). Try again later.",
             )
         limit = settings.max_num_queued_tokens
-        if limit is None or self.num_requests < could_start or self.num_tokens + num_tokens <= limit:
+        num_tokens = len(message.token_ids) if message.queued_tokens is None else message.queued_tokens
+        if limit is None or self.num_sequences < could_start or self.num_tokens + num_tokens <= limit:
             return None
         new = (seq.request.num_prompt_tokens for seq in self._waiting if not seq.request.started)
         waiting_tokens = self.num_tokens - sum(islice(new, could_start))
@@ -81,14 +87,18 @@ class Queue:
     def came(self, request: Request) -> None:
         """Background work fills no queue: who sends it bounds it."""
         if not request.is_background:
-            self.num_requests += 1
+            self.num_sequences += request.params.n
             self.num_tokens += request.num_prompt_tokens
 
     def left(self, request: Request) -> None:
         """Its first sequence has been started, or it is over."""
         if not request.is_background:
-            self.num_requests -= 1
             self.num_tokens -= request.num_prompt_tokens
+
+    def given_up(self, request: Request, count: int) -> None:
+        """So many of its sequences will never be started, or have been started just now."""
+        if not request.is_background:
+            self.num_sequences -= count
 
     # order
 
@@ -109,7 +119,7 @@ class Queue:
 
     def start(self, seq: Sequence) -> None:
         """It is started, and may have overtaken another."""
-        self._waiting.remove(seq)
+        self.remove(seq)
         if self._longest is None:
             return
         if seq is self._longest:

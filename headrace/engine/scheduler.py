@@ -115,8 +115,8 @@ class Scheduler:
         if message.request_id in self._requests:
             return Refusal("invalid_request", f"The request id {message.request_id!r} is in use already.")
         could_start = settings.max_running - self._running.num_live
-        full = None if message.is_background else self._queue.refusal(len(message.token_ids), could_start)
-        refused = refusal(message, settings) or full
+        asks = not (message.is_background or message.is_let_in)
+        refused = refusal(message, settings) or (self._queue.refusal(message, could_start) if asks else None)
         if refused is not None:
             return refused
         order = next(self._arrivals)
@@ -150,9 +150,10 @@ class Scheduler:
         if request is None:
             return
         if index is None:
-            request.held.clear()
+            self._give_up_held(request)
         elif index in request.held:
             request.held.remove(index)
+            self._queue.given_up(request, 1)
         for seq in list(request.sequences.values()):
             if index is None or seq.index == index:
                 self._end(seq)
@@ -162,6 +163,10 @@ class Scheduler:
         seq = Sequence(next(self._seq_ids), request, index, token_ids, len(token_ids))
         request.sequences[index] = seq
         self._queue.add(seq)
+
+    def _give_up_held(self, request: Request) -> None:
+        self._queue.given_up(request, len(request.held))
+        request.held.clear()
 
     def _release_forks(self, request: Request) -> None:
         """Queue the sequences held back until the first had its prompt computed (or was gone)."""
@@ -463,7 +468,7 @@ class Scheduler:
             if seq is None:
                 continue
             indexes = [seq.index, *seq.request.held]
-            seq.request.held.clear()
+            self._give_up_held(seq.request)
             self._end(seq)
             outputs += [failed(seq, index, message) for index in indexes]
         return outputs

@@ -392,6 +392,7 @@ class LLM:
             params=job.params,
             arrival_s=time.time(),
             priority=job.priority,
+            is_let_in=True,
         )
         refused = self._core.add(message)
         if refused is not None:

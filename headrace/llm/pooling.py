@@ -222,7 +222,13 @@ def _run(
                 params = ipc.SamplingParams(max_tokens=1, pooling=job.params)
                 request_id = new_id()
                 refused = core.add(
-                    ipc.AddRequest(request_id=request_id, token_ids=job.token_ids, params=params, arrival_s=time.time())
+                    ipc.AddRequest(
+                        request_id=request_id,
+                        token_ids=job.token_ids,
+                        params=params,
+                        arrival_s=time.time(),
+                        is_let_in=True,
+                    )
                 )
                 if refused is not None:
                     raise ValueError(f"prompt {count}: {refused.message}")

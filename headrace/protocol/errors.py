@@ -100,6 +100,27 @@ def out_of_range(param: str, value: object, allowed: str) -> ApiError:
     return invalid_value(param, f"`{param}` must be {allowed}, but it is {quoted(value)}.")
 
 
+def too_many_sequences(param: str, prompts: int, n: int, *, running: int, waiting: int) -> ApiError:
+    """More answers than the server has places for even when it is idle."""
+    made_of = f" ({prompts} prompts, {n} each)" if prompts > 1 and n > 1 else ""
+    message = (
+        f"The request asks for {prompts * n} answers{made_of}, and this server has places for {running + waiting}: "
+        f"{running} run at once (--max-num-seqs) and {waiting} may wait (--max-num-queued-reqs). Send several requests "
+        "one after the other, or a file of them to /v1/batches or to `headrace run-batch`."
+    )
+    return ApiError(400, message, code="too_many_sequences", param=param)
+
+
+def too_many_queued_tokens(num_tokens: int, limit: int) -> ApiError:
+    """Of the prompts of one request, even when the server is idle."""
+    message = (
+        f"The prompts that would wait for the others of this request have {num_tokens} tokens, and the queue holds "
+        f"{limit} (--max-num-queued-tokens). Send several requests one after the other, or a file of them to "
+        "/v1/batches or to `headrace run-batch`."
+    )
+    return ApiError(400, message, code="too_many_sequences", param="prompt")
+
+
 def missing_field(param: str, advice: str) -> ApiError:
     return ApiError(400, f"`{param}` is missing: {advice}", code="missing_field", param=param)
 

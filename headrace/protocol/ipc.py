@@ -13,6 +13,12 @@ import msgspec
 BACKGROUND_PRIORITY = 1 << 32
 """Added to the priority of work that nobody waits for: behind any that a request can name (31 bits and a sign)."""
 
+
+def is_background(priority: int) -> bool:
+    """Nobody waits for a request of this priority."""
+    return priority >= BACKGROUND_PRIORITY >> 1
+
+
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
@@ -124,11 +130,16 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+    is_let_in: bool = False
+    """Its sender bounds how much waits, and the queue's limits are not asked: the first prompt of its client's request
+    has been let in, or there is no client."""
+    queued_tokens: int | None = None
+    """Prompt tokens of all prompts of the client's request, where that has more than this one."""
 
     @property
     def is_background(self) -> bool:
         """Nobody waits for it."""
-        return self.priority >= BACKGROUND_PRIORITY >> 1
+        return is_background(self.priority)
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
@@ -268,6 +279,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of a vector, where vectors are given."""
     phase_seconds: dict[str, float]
     notes: list[str]
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that run at once: each must be able to get one token of every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_concurrency(self) -> float:

@@ -43,7 +43,9 @@ class GrammarGate:
             return self._scheduler.add(request)
         if request_id in self._waiting or self._scheduler.knows(request_id):
             return Refusal("invalid_request", f"The request id {request_id!r} is in use already.")
-        if len(self._waiting) >= self._scheduler.settings.max_num_queued_reqs:
+        settings = self._scheduler.settings
+        asks = not (request.is_background or request.is_let_in)
+        if asks and len(self._waiting) >= settings.max_running + settings.max_num_queued_reqs:
             message = f"The grammars of {len(self._waiting)} requests are being compiled. Try again later."
             return Refusal("queue_full", message)
         if self._store.hold(request_id, spec):

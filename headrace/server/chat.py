@@ -15,7 +15,7 @@ import msgspec
 from headrace.protocol import errors, openai_chat
 from headrace.protocol.answers import AnswerHead, Delta
 from headrace.protocol.openai_chat import ChatAnswer, ChatFields
-from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
+from headrace.protocol.sampling import SamplingFields, num_generated, sampling_params, text_rules
 from headrace.protocol.tools import ToolRequest, tool_request
 from headrace.server.best_of import best_choices
 from headrace.server.chat_format import ChatFormat
@@ -80,6 +80,7 @@ async def begin_chat(
     """
     limits = serving.limits()
     serving.names.check(fields.model)
+    serving.check_sequences(1, num_generated(sampling))
     max_tokens, max_tokens_field = openai_chat.asked_max_tokens(fields, sampling.max_tokens)
     logprobs = openai_chat.asked_logprobs(fields, limits.max_logprobs)
     bad_words = await serving.bad_words(sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -10,7 +11,7 @@ import msgspec
 from headrace.protocol import errors, openai_completions
 from headrace.protocol.answers import Delta
 from headrace.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionFields, Prompt
-from headrace.protocol.sampling import sampling_params, text_rules
+from headrace.protocol.sampling import num_generated, sampling_params, text_rules
 from headrace.protocol.token_limits import check_token_ids
 from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate_all
@@ -19,6 +20,9 @@ from headrace.server.replies import Tally, reply, stream_options
 from headrace.server.requests import log_request, read_request
 from headrace.server.serving import Serving
 from headrace.text.prompt_scores import PromptTokens
+
+PROMPTS_AT_ONCE = 16
+"""Of one request, made ready before others get their turn."""
 
 
 async def completions(serving: Serving, exchange: Exchange) -> None:
@@ -33,11 +37,19 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     grammar = await serving.grammar(exchange, sampling)
     priority = serving.priority(exchange, sampling)
     prompts = openai_completions.prompts(fields)
+    serving.check_sequences(len(prompts), num_generated(sampling))
+    read = await serving.encode(prompts, fields.add_special_tokens is not False)
+    serving.check_queued_tokens(read)
 
     head = serving.head("cmpl")
     requests, echoes, scores = [], [], []
-    for number, prompt in enumerate(prompts):
-        whole = await _token_ids(serving, prompt, fields.add_special_tokens is not False, limits.vocab_size)
+    for number, (prompt, whole) in enumerate(zip(prompts, read, strict=True)):
+        if number % PROMPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        if not whole:
+            raise errors.invalid_value("prompt", "`prompt` is empty; there is nothing to continue.")
+        if not isinstance(prompt, str):
+            check_token_ids("prompt", prompt, limits.vocab_size)
         token_ids = serving.truncated(whole, sampling, sampling.max_tokens or DEFAULT_MAX_TOKENS)
         params = sampling_params(
             sampling,
@@ -111,17 +123,6 @@ async def _without_tokens(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
                 yield msgspec.structs.replace(
                     delta, text="", token_ids=(), tokens=tokens, finish_reason="length", stop_reason=None
                 )
-
-
-async def _token_ids(serving: Serving, prompt: Prompt, add_special_tokens: bool, vocab_size: int) -> list[int]:
-    if isinstance(prompt, str):
-        token_ids = await serving.encode(prompt, add_special_tokens)
-    else:
-        check_token_ids("prompt", prompt, vocab_size)
-        token_ids = prompt
-    if not token_ids:
-        raise errors.invalid_value("prompt", "`prompt` is empty; there is nothing to continue.")
-    return token_ids
 
 
 def _echo(serving: Serving, prompt: Prompt) -> str:

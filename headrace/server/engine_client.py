@@ -25,6 +25,7 @@ from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics, RequestRecord
 from headrace.server.replay import Replays
 from headrace.server.request_stream import RequestStream
+from headrace.server.room import Group, Room
 from headrace.server.supervisor import Backoff, CoreProcess, Heartbeat, describe_exit
 
 logger = logging.getLogger("headrace.server")
@@ -57,6 +58,7 @@ class EngineClient:
         self._core_module = core_module
         self._core: CoreProcess | None = None
         self._streams: dict[str, RequestStream] = {}
+        self._room = Room(settings.max_num_queued_reqs, self._num_live, self.metrics)
         self._replays = Replays()
         self._controls = CoreControls()
         self._heartbeat = Heartbeat(settings.step_timeout_s, TICK_S)
@@ -67,6 +69,8 @@ class EngineClient:
         self._stopping = False
         self._restart_at = 0.0
         self._last_death = ""
+        self._stuck = ""
+        """Why the core was ended from here, until its death is seen."""
         self.sleep_level: Literal[0, 1, 2] = 0
         self._changing_sleep = asyncio.Lock()
         self._woken: asyncio.Future[None] | None = None
@@ -143,12 +147,14 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str | None = None,
         streamed: bool = True,
+        group: Group | None = None,
     ) -> AsyncIterator[ipc.SequenceOutput]:
         """The outputs of all `params.n` sequences as they come, until each has its finish_reason.
 
         An output may carry the tokens of several steps if the caller was slow. Closing the iterator (or
         cancelling the task that reads it) aborts what still runs. `streamed` False promises that nothing is sent
         before all is there: such a request outlives the core's death at any time, others until their first output.
+        `group`: what `let_in` gave, for one of several prompts.
 
         Raises ApiError: before the first output when the request is refused (400, 429, 503), at any time when the
         engine dies (503), the request itself kills it or its step fails (500).
@@ -163,7 +169,14 @@ class EngineClient:
             arrival_s=time.time(),
             priority=priority,
             cache_salt=cache_salt,
+            is_let_in=group is not None and group.is_begun,
+            queued_tokens=None if group is None else group.num_tokens,
         )
+        if group is not None:
+            group.is_begun = True
+            group.num_to_come = max(0, group.num_to_come - params.n)
+        elif not message.is_background and self.info is not None:
+            self._room.check(params.n, self.info)
         record = RequestRecord(num_prompt_tokens=len(token_ids), params=params, arrived=time.perf_counter())
         stream = RequestStream(message, record, streamed=streamed)
         self._streams[request_id] = stream
@@ -179,6 +192,18 @@ class EngineClient:
                 yield output
         finally:
             self._forget(request_id, stream)
+
+    def let_in(
+        self, num_sequences: int, num_tokens: int, *, priority: int = 0
+    ) -> contextlib.AbstractContextManager[Group]:
+        """Places for all sequences of a request with several prompts. Raises ApiError (503), and, where it is entered,
+        429."""
+        self._accepting()
+        assert self.info is not None
+        return self._room.group(num_sequences, num_tokens, self.info, priority=priority)
+
+    def _num_live(self) -> int:
+        return sum(len(stream.open) for stream in self._streams.values() if not stream.message.is_background)
 
     def abort(self, request_id: str, index: int | None = None, reason: ipc.FinishReason = "abort") -> None:
         """Stop a sequence, or all of the request; its stream goes on (or ends) without it.
@@ -374,7 +399,8 @@ class EngineClient:
                 return
             core.close()
             self._core = None
-            reason = f"The engine process {describe_exit(status)}"
+            reason = f"The engine process {self._stuck or describe_exit(status)}"
+            self._stuck = ""
             if self.state == "sleeping":
                 self._died_asleep(reason)
                 return
@@ -461,6 +487,7 @@ class EngineClient:
                 )
             was_late = beat.late
             if beat.dead:
+                self._stuck = f"was stuck (no step finished for {beat.silent_s:.1f} s) and was ended"
                 logger.error("The engine is stuck (%.1f s without a step): it is killed.", beat.silent_s)
                 core.kill()
                 beat.beat()

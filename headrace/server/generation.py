@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +17,15 @@ from headrace.protocol import errors
 from headrace.protocol.answers import Delta
 from headrace.protocol.ipc import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from headrace.protocol.sampling import TextRules
+from headrace.server.room import Group
 from headrace.text.choice import Choice
 from headrace.text.tokenizer import Tokenizer
 
 
 class Engine(Protocol):
     """The part of `EngineClient` that generation needs."""
+
+    def let_in(self, num_sequences: int, num_tokens: int, *, priority: int = 0) -> AbstractContextManager[Group]: ...
 
     def generate(
         self,
@@ -33,6 +36,7 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         streamed: bool = True,
+        group: Group | None = None,
     ) -> AsyncIterator[SequenceOutput]: ...
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None: ...
@@ -58,7 +62,9 @@ class GenerationRequest:
     """Deltas are sent as they come; else only when all are there, so the engine may begin again after a failure."""
 
 
-async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequest) -> AsyncIterator[Delta]:
+async def generate(
+    engine: Engine, tokenizer: Tokenizer, request: GenerationRequest, group: Group | None = None
+) -> AsyncIterator[Delta]:
     """The deltas of all choices as they come. Closing the iterator stops the request in the engine.
 
     Raises ApiError when the engine refuses the request, fails on it, or dies.
@@ -84,6 +90,7 @@ async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequ
         priority=request.priority,
         cache_salt=request.cache_salt,
         streamed=request.streamed,
+        group=group,
     )
     async with aclosing(outputs) as stream:  # type: ignore[type-var]
         async for output in stream:
@@ -110,38 +117,65 @@ async def generate(engine: Engine, tokenizer: Tokenizer, request: GenerationRequ
 async def generate_all(
     engine: Engine, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]
 ) -> AsyncIterator[Delta]:
-    """Several prompts at once; choice j of prompt i has index i * n + j. One that fails ends them all."""
+    """Several prompts; choice j of prompt i has index i * n + j. One that fails ends them all.
+
+    They go to the engine a few at a time (see `Group`), so that other requests get their turn between them.
+    """
     if len(requests) == 1:
         async with aclosing(generate(engine, tokenizer, requests[0])) as stream:  # type: ignore[type-var]
             async for delta in stream:
                 yield delta
         return
-    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=len(requests))
+    params, num_tokens = requests[0].params, sum(len(request.token_ids) for request in requests)
+    with engine.let_in(len(requests) * params.n, num_tokens, priority=requests[0].priority) as group:
+        async with aclosing(_in_turn(engine, tokenizer, requests, group)) as stream:  # type: ignore[type-var]
+            async for delta in stream:
+                yield delta
+
+
+async def _in_turn(
+    engine: Engine, tokenizer: Tokenizer, requests: Sequence[GenerationRequest], group: Group
+) -> AsyncIterator[Delta]:
+    n = requests[0].params.n
+    places = asyncio.Semaphore(max(1, group.most_open // n))
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=len(requests))
+    pumps: set[asyncio.Task[None]] = set()
 
     async def pump(number: int, request: GenerationRequest) -> None:
         try:
-            async with aclosing(generate(engine, tokenizer, request)) as stream:  # type: ignore[type-var]
+            async with aclosing(generate(engine, tokenizer, request, group)) as stream:  # type: ignore[type-var]
                 async for delta in stream:
-                    await queue.put(_renumbered(delta, number * request.params.n))
+                    await queue.put(_renumbered(delta, number * n))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
+        finally:
+            places.release()
 
-    pumps = [asyncio.create_task(pump(number, request)) for number, request in enumerate(requests)]
+    async def send() -> None:
+        for number, request in enumerate(requests):
+            await places.acquire()
+            task = asyncio.create_task(pump(number, request))
+            pumps.add(task)
+            task.add_done_callback(pumps.discard)
+            await asyncio.sleep(0)  # a thousand at once would hold up everybody else's tokens
+
+    sender = asyncio.create_task(send())
     try:
-        num_open = len(pumps)
+        num_open = len(requests)
         while num_open:
             item = await queue.get()
             if item is None:
                 num_open -= 1
-            elif isinstance(item, BaseException):
+            elif isinstance(item, Exception):
                 raise item
             else:
                 yield item
     finally:
-        for task in pumps:
+        tasks = [sender, *pumps]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _renumbered(delta: Delta, first_index: int) -> Delta:

@@ -162,6 +162,7 @@ async def pooled(
             priority=priority,
             cache_salt=fields.cache_salt,
             streamed=False,
+            group=group,
         )
         async with aclosing(outputs) as stream:  # type: ignore[type-var]
             async for output in stream:
@@ -179,15 +180,18 @@ async def pooled(
             for task in done:
                 results[in_work.pop(task)] = task.result()
 
-    try:
-        for number, item in enumerate(inputs):
-            await make_room(len(item.token_ids))
-            in_work[asyncio.create_task(one(number, item))] = number
-        await make_room(most_tokens + 1)
-    finally:
-        for task in in_work:
-            task.cancel()
-        await asyncio.gather(*in_work, return_exceptions=True)
+    # One place and the tokens of two steps: more is never with the engine.
+    num_tokens = min(most_tokens, sum(len(item.token_ids) for item in inputs))
+    with serving.client.let_in(1, num_tokens, priority=priority) as group:
+        try:
+            for number, item in enumerate(inputs):
+                await make_room(len(item.token_ids))
+                in_work[asyncio.create_task(one(number, item))] = number
+            await make_room(most_tokens + 1)
+        finally:
+            for task in in_work:
+                task.cancel()
+            await asyncio.gather(*in_work, return_exceptions=True)
     return results
 
 

@@ -25,6 +25,9 @@ from headrace.text.choice import joined
 PING_S = 15.0
 """A stream that is silent for so long gets a sign of life: proxies and clients give up on one that is not."""
 
+LONG_ANSWER_CHOICES = 64
+"""More than that are made JSON in a thread."""
+
 
 class Answer(Protocol):
     """How a dialect writes an answer."""
@@ -120,19 +123,23 @@ async def watched(exchange: Exchange, sending: Coroutine[Any, Any, None], ping: 
 
 async def _whole(exchange: Exchange, deltas: AsyncIterator[Delta], answer: Answer, tally: Tally) -> None:
     choices: dict[int, list[Delta]] = {}
-    is_large = False
+    is_long = False
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             if delta.prompt_logprobs is not None:
                 answer.scored_prompt(delta.index, delta.prompt_logprobs)
-                is_large = True
+                is_long = True
                 continue
             tally.add(delta)
             choices.setdefault(delta.index, []).append(delta)
-    whole = [joined(parts) for _, parts in sorted(choices.items())]
-    # A long prompt's log-probabilities are written in a thread, so that nobody else's stream waits for them.
-    wire = await asyncio.to_thread(answer.whole, whole, tally.usage) if is_large else answer.whole(whole, tally.usage)
-    await exchange.answer_json(wire)
+
+    def written() -> bytes:
+        whole = [joined(parts) for _, parts in sorted(choices.items())]
+        return http.encode_json(answer.whole(whole, tally.usage))
+
+    # What is long is written in a thread, so that nobody else's stream waits for it.
+    is_long |= len(choices) > LONG_ANSWER_CHOICES
+    await exchange.answer(200, await asyncio.to_thread(written) if is_long else written())
 
 
 async def _stream(

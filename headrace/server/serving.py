@@ -11,7 +11,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import PurePath
@@ -46,6 +46,8 @@ T = TypeVar("T")
 NUM_TEMPLATES = 16
 """Chat templates of requests that are kept compiled."""
 MAX_TEMPLATE_CHARS = 65_536
+PROMPT_CHARS = 50
+"""A prompt takes the tokenizer as long as so many characters take it, even if it is empty."""
 
 
 class Client(Engine, Protocol):
@@ -181,6 +183,20 @@ class Serving:
             )
         return (fields.priority or 0) + (BACKGROUND_PRIORITY if exchange.is_background else 0)
 
+    def check_sequences(self, num_prompts: int, n: int) -> None:
+        """Raises ApiError (400) for more answers than would find a place were nobody else there."""
+        running, waiting = self.ready_info().max_running, self.engine_settings.max_num_queued_reqs
+        if num_prompts * n > running + waiting:
+            param = "prompt" if num_prompts > 1 else "n"
+            raise errors.too_many_sequences(param, num_prompts, n, running=running, waiting=waiting)
+
+    def check_queued_tokens(self, prompts: Sequence[list[int]]) -> None:
+        """Raises ApiError (400) where those that cannot run at once are more than the queue holds."""
+        limit = self.engine_settings.max_num_queued_tokens
+        num_tokens = sum(map(len, prompts[self.ready_info().max_running :]))
+        if limit is not None and num_tokens > limit:
+            raise errors.too_many_queued_tokens(num_tokens, limit)
+
     def head(self, prefix: str) -> AnswerHead:
         """The head of a new answer, its id unique in this process's life and beyond."""
         info = self.ready_info()
@@ -188,14 +204,18 @@ class Serving:
         fingerprint = f"fp_{hashlib.sha256(about.encode()).hexdigest()[:12]}"
         return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.names.primary, fingerprint)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises ApiError (400) for a text that holds a token the model lacks."""
+    async def encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError (400) for a text that holds a token the model lacks."""
 
-        def work() -> list[int]:
+        def ids_of(prompt: str | list[int]) -> list[int]:
+            return self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+
+        def work() -> list[list[int]]:
             with refused_text("prompt"):
-                return self.tokenizer.encode(text, add_special_tokens)
+                return [ids_of(prompt) for prompt in prompts]
 
-        return await self.aside(len(text), work)
+        num_chars = sum(PROMPT_CHARS + len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.aside(num_chars, work)
 
     async def aside(self, num_chars: int | None, work: Callable[[], T]) -> T:
         """Run `work` here when it is short, in a thread when it would (or, with None, might) hold up the others."""

@@ -38,7 +38,7 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
         )
         token_ids = prompt.token_ids
     else:
-        token_ids = await serving.encode(fields.prompt or "", fields.add_special_tokens is not False)
+        (token_ids,) = await serving.encode([fields.prompt or ""], fields.add_special_tokens is not False)
     names: list[str] | None = None
     if fields.return_token_strs:
         token_text = serving.tokenizer.token_text

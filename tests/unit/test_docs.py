@@ -11,7 +11,7 @@ from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.openai_completions import CompletionFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.unbuilt_fields import UNBUILT
-from headrace.server.routes import ROUTES
+from headrace.server.routes import NOT_BUILT, ROUTES
 from tests.documents import ROOT, blocks, relative_links
 
 
@@ -107,6 +107,8 @@ def errors_in_code() -> dict[str, tuple[int, str]]:
         errors.request_kills_engine(2),
         errors.not_implemented("/x", "y"),
         errors.wrong_for_model("x"),
+        errors.too_many_sequences("n", 1, 9, running=1, waiting=1),
+        errors.too_many_queued_tokens(9, 1),
     ]
     return {str(e.code): (e.status, e.type) for e in made}
 
@@ -119,6 +121,12 @@ def unavailable_codes() -> set[str]:
 def test_the_error_page_is_the_error_table() -> None:
     unavailable = dict.fromkeys(unavailable_codes(), (503, "server_error"))
     assert documented_errors() == {**errors_in_code(), **unavailable}
+
+
+def test_the_routes_that_are_said_not_to_be_built_are_those_that_are_not() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "api.md").read_text())
+    (listed,) = re.findall(r"answer 501 `not_implemented`: (.*?)\. ##", text)
+    assert sorted(listed.split(", ")) == sorted(set(NOT_BUILT.values()))
 
 
 def test_every_error_code_in_the_source_is_on_the_error_page() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -23,9 +25,9 @@ def prompt(count: int, start: int = 0) -> list[int]:
     return list(range(start, start + count))
 
 
-def message(count: int, max_tokens: int = 4, n: int = 1, name: str = "r") -> AddRequest:
+def message(count: int, max_tokens: int = 4, n: int = 1, name: str = "r", **fields: Any) -> AddRequest:
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    return AddRequest(request_id=name, token_ids=prompt(count), params=params, arrival_s=0.0)
+    return AddRequest(request_id=name, token_ids=prompt(count), params=params, arrival_s=0.0, **fields)
 
 
 def tokens_given(plan: Plan) -> list[int]:
@@ -598,3 +600,38 @@ def test_the_books_are_checked() -> None:
     run.scheduler.kv_cache.pool.share([0])
     with pytest.raises(AssertionError, match="block 0"):
         run.scheduler.check_integrity()
+
+
+def test_all_answers_of_a_request_count_in_the_queue_until_each_is_started_or_given_up() -> None:
+    run = engine(max_num_seqs=2, max_num_queued_reqs=3)
+    run.add("large", prompt(4), max_tokens=8, n=4)
+    refused = run.scheduler.add(message(4, name="two more", n=2))
+    assert refused is not None
+    assert "4 requests are waiting, this request asks for 2 answers, and the queue holds 3" in refused.message
+    run.add("one more", prompt(4), max_tokens=8)
+    assert run.scheduler.add(message(4, name="no more")) is not None
+    run.scheduler.abort("large", 3)
+    run.scheduler.check_integrity()
+    run.add("in its place", prompt(4), max_tokens=8)
+    assert run.scheduler.add(message(4, name="no more")) is not None
+    run.scheduler.abort("large")
+    run.scheduler.check_integrity()
+    assert run.scheduler.add(message(4, name="three", n=3)) is None
+    assert run.scheduler.add(message(4, name="no more")) is not None
+
+
+def test_whoever_bounds_how_much_waits_is_not_asked_by_the_queue() -> None:
+    run = engine(max_num_seqs=1, max_num_queued_reqs=1, max_num_queued_tokens=10)
+    for number in range(9):
+        assert run.scheduler.add(message(8, name=f"r{number}", is_let_in=True)) is None
+    assert run.scheduler.add(message(1, name="asks")) is not None
+
+
+def test_the_first_of_several_prompts_asks_for_the_tokens_of_all() -> None:
+    run = engine(max_num_seqs=1, max_num_queued_tokens=100)
+    run.add("running", prompt(30), max_tokens=8)
+    run.step()
+    refused = run.scheduler.add(message(4, name="first", queued_tokens=101))
+    assert refused is not None
+    assert "this one has 101" in refused.message
+    assert run.scheduler.add(message(4, name="first", queued_tokens=100)) is None
