@@ -66,6 +66,10 @@ def load_given(given: Given) -> Launch:
         engine = msgspec.structs.replace(engine, model=str(path))
         with _collected(errors):
             engine = _with_purpose(engine, given, files)
+        if engine.pooler is not None and (prompt := files.pooling.default_prompt) is not None:
+            notices.append(
+                f"The model's files have a prompt for every text, {prompt!r}. The server adds none: clients send it."
+            )
         facts = rules.ModelFacts(
             files.config, "gguf" if files.kind == "gguf" else "safetensors", files.chat_template is not None
         )

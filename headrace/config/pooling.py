@@ -44,6 +44,8 @@ class PoolingFiles(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     normalize: bool = True
     max_length: int | None = None
+    default_prompt: str | None = None
+    """What sentence-transformers puts before every text unless told otherwise; here it is the client's to send."""
     activation: Literal["sigmoid", "identity"] = "sigmoid"
     dimensions: tuple[int, ...] | None = ()
     problem: str | None = None
@@ -61,7 +63,9 @@ _PARTS = ("Transformer", "Pooling", "Normalize")
 def read_pooling_files(path: Path, raw: Mapping[str, object]) -> PoolingFiles:
     """`raw` is the dictionary of config.json in the directory `path`. Raises ConfigError for files that are damaged."""
     found = PoolingFiles(activation=_activation(raw), dimensions=_dimensions(raw))
-    modules, limits = path / "modules.json", path / "sentence_bert_config.json"
+    modules, limits, prompts = (
+        path / name for name in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+    )
     if not modules.exists():
         return found
     parts = _parts(modules)
@@ -70,6 +74,7 @@ def read_pooling_files(path: Path, raw: Mapping[str, object]) -> PoolingFiles:
         found,
         normalize="Normalize" in parts,
         max_length=length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None,
+        default_prompt=_default_prompt(_object(prompts)) if prompts.exists() else None,
     )
     unknown = [kind for kind in parts if kind not in _PARTS]
     if unknown:
@@ -91,6 +96,12 @@ def _parts(modules: Path) -> dict[str, str]:
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise ConfigError(f"{modules} does not hold a list of objects.")
     return {str(m.get("type", "")).rpartition(".")[2]: str(m.get("path", "")) for m in listed}
+
+
+def _default_prompt(config: Mapping[str, object]) -> str | None:
+    named, prompts = config.get("default_prompt_name"), config.get("prompts")
+    prompt = prompts.get(named) if isinstance(named, str) and isinstance(prompts, dict) else None
+    return prompt if isinstance(prompt, str) and prompt else None
 
 
 def _modes(pooling: Mapping[str, object]) -> list[str]:

@@ -61,7 +61,7 @@ class ScoreFields(PoolingFields, frozen=True, kw_only=True):
     documents: str | list[str] | None = None
 
 
-class RerankDocument(msgspec.Struct, frozen=True):
+class RerankDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import openai
 import pytest
 
 from headrace import LLM
+from headrace.cli.startup import vector_example_lines
 from headrace.config.model_files import open_model
 from headrace.text.tokenizer import Tokenizer
 from tests.encoder_models import minilm, write_random_encoder
-from tests.scripted_engine import ScriptedEngine, asgi_client, make_app, until
+from tests.scripted_engine import ScriptedEngine, asgi_client, make_app, server_settings, until
 from tests.serving import Server, running_server
 
 MILL = "A water wheel turns the mill."
@@ -205,6 +207,7 @@ def test_scores_are_cosines_of_the_vectors(http: httpx.Client, client: openai.Op
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b", LONG]}, "documents[1]"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": "b", "title": "c"}]}, "documents[0]"),
         ("/pooling", {"input": "a", "task": "score"}, "task"),
         ("/pooling", {"input": "a", "task": "classify"}, "task"),
     ],
@@ -304,6 +307,13 @@ def test_invocations_tell_what_is_meant_by_the_body(http: httpx.Client) -> None:
     assert [sorted(answer)[1:3] for answer in answers]
     assert "embedding" in answers[0]["data"][0] and "results" in answers[1] and "score" in answers[2]["data"][0]
     assert refusal(http.post("/invocations", json={"prompt": "a"}))["code"] == "unsupported_by_model"
+
+
+def test_the_example_that_a_start_shows_works_when_pasted(embedder: Server) -> None:
+    settings = server_settings(served_model_names=("vectors",))
+    (curl,) = (line for line in vector_example_lines(settings, embedder.base_url) if line.startswith("curl"))
+    shown = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert len(json.loads(shown)["data"]) == 2
 
 
 def test_the_server_says_what_it_gives(http: httpx.Client, embedder: Server) -> None:

@@ -167,7 +167,7 @@ def test_an_encoder_s_int8_weights_are_close(tmp_path: Path) -> None:
     ids = token_ids(minilm())
     exact = vectors(pooling_core(minilm()), ids)
     rounded = vectors(pooling_core(minilm(), "--quantization", "int8"), ids)
-    assert min(float(a @ b) for a, b in zip(exact, rounded, strict=True)) > 0.99
+    assert min(float(a @ b) for a, b in zip(exact, rounded, strict=True)) > 0.999
 
 
 def test_weights_under_tensorflow_s_names_are_the_same_model(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def test_sentence_transformers_files_decide(bert: Path, mode: str, normalize: bo
     assert changed == Pooler(pooling="last")
 
 
+def test_a_prompt_that_the_model_wants_before_every_text_is_told(bert: Path) -> None:
+    write_pooling(bert, "mean_tokens")
+    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
+    (bert / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    assert any("'query: '. The server adds none" in notice for notice in launch(bert).notices)
+    prompts["default_prompt_name"] = None  # type: ignore[assignment]
+    (bert / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    assert launch(bert).notices == ()
+
+
 def test_newer_files_name_the_mode(bert: Path) -> None:
     for name, pooling in (("mean", "mean"), ("cls", "cls"), ("lasttoken", "last")):
         write_pooling(bert, "mean_tokens")
