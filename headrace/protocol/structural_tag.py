@@ -106,6 +106,8 @@ def _expression(format: Format, rules: LarkRules, field: str, *, is_last: bool) 
         case JSONSchema():
             return rules.json(format.json_schema)
         case Regex():
+            if not format.pattern:
+                raise errors.invalid_value(field, f"`{field}` has a regex whose `pattern` is empty.")
             return rules.rule(f"/{format.pattern.replace('/', chr(92) + '/')}/")
         case AnyText():
             _check_last(is_last, field, "any_text")

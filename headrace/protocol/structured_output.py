@@ -104,28 +104,28 @@ def asked_grammar(
 def _asked(
     fields: SamplingFields, special: Mapping[str, int], style: JSONStyle
 ) -> Iterator[tuple[str, GrammarSpec | None]]:
-    if fields.response_format:
+    if fields.response_format is not None:
         yield "response_format", _of_response_format(fields.response_format, special, style)
-    if fields.structured_outputs:
+    if fields.structured_outputs is not None:
         yield "structured_outputs", _of_structured_outputs(fields.structured_outputs, special, style)
     if fields.guided_json is not None:
         own = _with_blanks(style, fields.guided_whitespace_pattern, "guided_whitespace_pattern")
         yield "guided_json", _schema(fields.guided_json, "guided_json", own)
     if fields.json_schema is not None:
         yield "json_schema", _schema(fields.json_schema, "json_schema", style)
-    if fields.guided_choice:
+    if fields.guided_choice is not None:
         yield "guided_choice", choice_grammar(fields.guided_choice, "guided_choice")
-    if fields.guided_regex:
+    if fields.guided_regex is not None:
         yield "guided_regex", _text("regex", fields.guided_regex, "guided_regex")
-    if fields.regex:
+    if fields.regex is not None:
         yield "regex", _text("regex", fields.regex, "regex")
-    if fields.guided_grammar:
+    if fields.guided_grammar is not None:
         yield "guided_grammar", _text("grammar", fields.guided_grammar, "guided_grammar")
-    if fields.grammar:
+    if fields.grammar is not None:
         yield "grammar", _text("grammar", fields.grammar, "grammar")
-    if fields.ebnf:
+    if fields.ebnf is not None:
         yield "ebnf", _text("grammar", fields.ebnf, "ebnf")
-    if fields.structural_tag:
+    if fields.structural_tag is not None:
         yield "structural_tag", _tags(fields.structural_tag, "structural_tag", special)
 
 
@@ -182,13 +182,13 @@ def _of_structured_outputs(value: dict[str, Any], special: Mapping[str, int], st
     field = f"{path}.{given[0]}"
     if asked.json_ is not None:
         return _schema(asked.json_, field, style)
-    if asked.regex:
+    if asked.regex is not None:
         return _text("regex", asked.regex, field)
-    if asked.choice:
+    if asked.choice is not None:
         return choice_grammar(asked.choice, field)
-    if asked.grammar:
+    if asked.grammar is not None:
         return _text("grammar", asked.grammar, field)
-    if asked.structural_tag:
+    if asked.structural_tag is not None:
         return _tags(asked.structural_tag, field, special)
     return _object(None, field, style)
 
@@ -197,8 +197,9 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def _asks(name: str, asked: StructuredOutputs) -> bool:
-    """An empty text or list asks for nothing; the schema {} asks for JSON."""
-    return asked.json_ is not None if name == "json" else bool(getattr(asked, name))
+    """`json_object` false asks for nothing. What is empty asks too, and is refused: else the answer would be free."""
+    value = asked.json_ if name == "json" else getattr(asked, name)
+    return value is not None and value is not False
 
 
 def _read(value: object, type: type[T], path: str) -> T:
@@ -239,6 +240,9 @@ def _styled(schema: object, field: str, style: JSONStyle) -> GrammarSpec:
 
 
 def _text(kind: Any, text: str, field: str) -> GrammarSpec:
+    """Raises ApiError (400) for a text that is too long, or empty, which would match nothing but an empty answer."""
+    if not text:
+        raise errors.invalid_value(field, f"`{field}` is empty; leave it out where the answer may be anything.")
     check_size(text, field)
     return GrammarSpec(kind=kind, text=text, field=field)
 
@@ -249,7 +253,8 @@ def choice_grammar(choice: Sequence[str], field: str) -> GrammarSpec:
         message = f"`{field}` has {len(choice):,} texts; at most {MAX_CHOICES:,} are allowed."
         raise errors.invalid_value(field, message)
     if not any(choice):
-        raise errors.invalid_value(field, f"`{field}` must have a text that is not empty.")
+        found = "only empty ones" if choice else "none"
+        raise errors.invalid_value(field, f"`{field}` must have a text that is not empty, but it has {found}.")
     return _text("choice", msgspec.json.encode(list(dict.fromkeys(choice))).decode(), field)
 
 

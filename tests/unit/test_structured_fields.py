@@ -167,3 +167,43 @@ def test_a_key_of_the_configuration_without_effect_is_refused(config: dict[str, 
     with pytest.raises(ConfigError, match=re.escape(said)):
         json_style(config)
     assert json_style({"backend": "xgrammar", "disable_additional_properties": True}) == (False, True)
+
+
+EMPTY: list[tuple[str, dict[str, Any], str]] = [
+    *((name, {name: ""}, "empty") for name in ("guided_regex", "regex", "guided_grammar", "grammar", "ebnf")),
+    ("guided_choice", {"guided_choice": []}, "must have a text that is not empty, but it has none"),
+    ("guided_choice", {"guided_choice": ["", ""]}, "but it has only empty ones"),
+    ("guided_json", {"guided_json": ""}, "not JSON"),
+    ("json_schema", {"json_schema": ""}, "not JSON"),
+    ("structural_tag", {"structural_tag": ""}, "not JSON"),
+    ("structural_tag", {"structural_tag": {}}, "structures"),
+    ("structural_tag", {"structural_tag": {"structures": [], "triggers": []}}, "there are no tags"),
+    ("structural_tag", {"structural_tag": {"format": {"type": "regex", "pattern": ""}}}, "`pattern` is empty"),
+    ("response_format", {"response_format": {}}, "type"),
+    ("structured_outputs", {"structured_outputs": {}}, "exactly one of json, regex"),
+    ("structured_outputs", {"structured_outputs": {"json_object": False}}, "exactly one of json, regex"),
+    ("structured_outputs", {"structured_outputs": {"disable_any_whitespace": True}}, "exactly one of json, regex"),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": []}}, "but it has none"),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": ""}}, "is empty"),
+    ("structured_outputs.grammar", {"structured_outputs": {"grammar": ""}}, "is empty"),
+    ("structured_outputs.json", {"structured_outputs": {"json": ""}}, "not JSON"),
+    ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": ""}}, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("field", "sent", "reason"), EMPTY)
+def test_an_empty_grammar_is_refused_and_never_means_a_free_answer(
+    field: str, sent: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        grammar(**sent)
+    assert refused.value.status == 400
+    assert str(refused.value.param).startswith(field)
+    assert reason in refused.value.message
+
+
+def test_every_field_that_asks_for_a_grammar_is_tried_empty() -> None:
+    plain = {"guided_whitespace_pattern"}  # says nothing by itself, and is refused alone
+    names = {name for name in SamplingFields.__struct_fields__ if name.startswith("guided_")} - plain
+    names |= {"response_format", "structured_outputs", "structural_tag", "json_schema", "grammar", "regex", "ebnf"}
+    assert {field.partition(".")[0] for field, _, _ in EMPTY} == names
