@@ -5,8 +5,12 @@ Only what a subcommand needs is imported, so that help and mistakes are answered
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace import __version__
 
@@ -36,9 +40,32 @@ EXTRAS = {
 """Which extra of the installation brings a package that a command may lack."""
 
 
+NOT_WRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing where the output goes: nobody reads it, the disk is full."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for a command that is wrong)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_streams()
+    with _interrupts_end_it():
+        try:
+            status = _run(words)
+            sys.stdout.flush()
+            return status
+        except OSError as error:
+            if error.errno not in NOT_WRITTEN or error.filename is not None:
+                raise
+            _drop_what_cannot_be_written()
+            if error.errno != errno.EPIPE:  # a reader that has seen enough (`| head`) is no mistake
+                command = " ".join(["headrace", *words[:1]])
+                print(f"{command}: the output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if words else 2
@@ -59,11 +86,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"headrace {name} needs the package {error.name}: pip install 'headrace[{extra}]'", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; nothing more can be said
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+
+def _open_standard_streams() -> None:
+    """Where the caller closed one (`>&-`), the null device: else the next file or socket opened would get its number,
+    and what is printed would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _drop_what_cannot_be_written() -> None:
+    """What is still buffered would be tried again at the end of the process, and fail with a trace."""
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            os.close(null)
+
+
+@contextlib.contextmanager
+def _interrupts_end_it() -> Iterator[None]:
+    """Until a command handles signals itself Ctrl-C ends the process on the spot, as it does most programs.
+
+    Python's own way is an exception wherever the process is: in the middle of an import it is a trace, or lost.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a script
+        yield
+        return
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ValueError:  # called in a thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _serve(words: Sequence[str]) -> int:

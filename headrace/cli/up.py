@@ -226,7 +226,7 @@ def _start(engines: Sequence[Engine], wanted: Callable[[], tuple[Snapshot, Overr
         return status
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: Exception | str) -> int:
     print(f"headrace up: {error}", file=sys.stderr)
     return 1
 
@@ -291,6 +291,7 @@ async def _run(
     from headrace.gateway.run import serve
 
     snapshot, log = gateway.snapshot, gateway.log
+    failed = 0
     ready = asyncio.create_task(all_ready.wait())
     await asyncio.wait({ready, *running}, return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
@@ -307,14 +308,18 @@ async def _run(
                 is_patient=lambda: ending.is_patient,
             )
         )
-        print_lines(_last_lines(engines, infos, gateway))
+        try:
+            print_lines(_last_lines(engines, infos, gateway))
+        except OSError as error:
+            failed = _failed(f"standard output cannot be written: {error.strerror}")
+            ending.came.set()
         # The engines end when the gateway has: what still runs through it needs them.
         await asyncio.wait({serving, *running}, return_when=asyncio.FIRST_COMPLETED)
         ending.came.set()
         await asyncio.wait({serving}, timeout=None if ending.is_patient else LATEST_END_S)
     ready.cancel()
     ending.came.set()
-    return max(await asyncio.gather(*running))
+    return max(failed, *await asyncio.gather(*running))
 
 
 def _last_lines(engines: Sequence[Engine], infos: dict[str, EngineInfo], gateway: Gateway) -> list[str]:

@@ -78,8 +78,11 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
             record, secret = ledger.store.first()
             if secret is not None:
                 ledger.keys.reload()
-            for line in banner(snapshot, listener.getsockname()[1], record, secret):
-                print(line, flush=True)
+            try:
+                print("\n".join(banner(snapshot, listener.getsockname()[1], record, secret)), flush=True)
+            except OSError as error:
+                print(f"headrace gateway: standard output cannot be written: {error.strerror}", file=sys.stderr)
+                return 1
             sys.setswitchinterval(GIVE_WAY_S)
             uvloop.run(serve(snapshot, overrides, ledger, listener, log, pages))
     return 0

@@ -146,7 +146,11 @@ async def run_engine(
         ready = asyncio.create_task(until_ready(client))
         await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            banner(ready.result())
+            info = ready.result()
+            try:
+                banner(info)
+            except OSError as error:
+                raise StartupError(f"standard output cannot be written: {error.strerror}") from None
             _announce(server_settings, listener, time.monotonic() - started)
             if server_settings.log_stats:
                 tasks.append(asyncio.create_task(_log_stats(metrics, client)))
@@ -159,11 +163,12 @@ async def run_engine(
     except (ConfigError, StartupError) as error:
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         status = 1
-    ended.cancel()
-    if app is not None:
-        await app.serving.batches.stop()
-    patient = ending.is_patient and client.state == "ready"
-    await _end(client, http, tasks, server_settings.shutdown_timeout_s if patient else 0.0)
+    finally:
+        ended.cancel()
+        if app is not None:
+            await app.serving.batches.stop()
+        patient = ending.is_patient and client.state == "ready"
+        await _end(client, http, tasks, server_settings.shutdown_timeout_s if patient else 0.0)
     return status
 
 
