@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from headrace.protocol import errors
@@ -16,9 +17,12 @@ from headrace.protocol.pooling import (
     written_rows,
 )
 from headrace.server.http import Exchange, encode_json
-from headrace.server.pooling import pooled, pooler_of, read_fields, read_texts
+from headrace.server.pooling import Input, pooled, pooler_of, read_fields, read_texts
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
+
+MOST_NUMBERS = 1 << 23
+"""In an answer with the rows of all tokens: 32 MiB of float32, several times that as JSON."""
 
 
 async def embeddings(serving: Serving, exchange: Exchange) -> None:
@@ -47,6 +51,8 @@ async def _answer(
     inputs = await read_texts(
         serving, fields, given, params, "input", add_special_tokens=fields.add_special_tokens is not False
     )
+    if params.task == "token_embed":
+        _check_rows(serving, inputs)
     head = serving.head("embd" if kind == "embedding" else "pool")
 
     async def send() -> None:
@@ -67,6 +73,17 @@ async def _answer(
 
     with serving.generating():
         await watched(exchange, send(), b"")
+
+
+def _check_rows(serving: Serving, inputs: Sequence[Input]) -> None:
+    """Raises ApiError (400) for more rows than an answer may hold."""
+    num_tokens, width = sum(len(i.token_ids) for i in inputs), serving.ready_info().vector_width
+    if num_tokens * width > MOST_NUMBERS:
+        message = (
+            f"`input` has {num_tokens} tokens, and an answer holds the rows of {MOST_NUMBERS // width} at most (of "
+            f"{width} numbers each). Send fewer texts at a time."
+        )
+        raise errors.invalid_value("input", message)
 
 
 def _params(serving: Serving, fields: EmbeddingFields, task: Literal["embed", "token_embed"]) -> PoolingParams:

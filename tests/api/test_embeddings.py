@@ -210,6 +210,7 @@ def test_scores_are_cosines_of_the_vectors(http: httpx.Client, client: openai.Op
         ("/v1/rerank", {"query": "a", "documents": [{"text": "b", "title": "c"}]}, "documents[0]"),
         ("/pooling", {"input": "a", "task": "score"}, "task"),
         ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": [[101] * 256] * 90, "task": "token_embed"}, "input"),
     ],
 )
 def test_rankings_and_scores_refuse_by_the_field(
