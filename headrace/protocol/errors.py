@@ -75,6 +75,11 @@ def invalid_http() -> ApiError:
     )
 
 
+def broken_body() -> ApiError:
+    message = "The request's body is not sent as HTTP/1.1 wants: a chunk's length, or what stands behind it, is wrong."
+    return ApiError(400, message, code="invalid_http")
+
+
 def invalid_json(detail: str) -> ApiError:
     return ApiError(400, f"The request body is not valid JSON: {detail}", code="invalid_json")
 
@@ -274,7 +279,7 @@ def not_implemented(path: str, feature: str) -> ApiError:
     return ApiError(501, message, code="not_implemented", headers={"x-should-retry": "false"})
 
 
-# 408, 413: the body's way here
+# 408, 413, 414, 415, 431: the request's way here
 
 
 def request_timeout(seconds: float) -> ApiError:
@@ -285,6 +290,20 @@ def request_timeout(seconds: float) -> ApiError:
 def request_too_large(limit_bytes: int) -> ApiError:
     message = f"The request body is larger than this server's limit of {limit_bytes} bytes."
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+def url_too_long(limit_bytes: int) -> ApiError:
+    message = f"The request's address is longer than this server's limit of {limit_bytes} bytes. Send data as the body."
+    return ApiError(414, message, code="url_too_long")
+
+
+def unsupported_encoding(encoding: str) -> ApiError:
+    message = (
+        f"The body comes with `Content-Encoding: {encoding[:MAX_QUOTED_CHARS]}`, and this server reads bodies only as "
+        "they are (identity). Send it uncompressed."
+    )
+    headers = {"accept-encoding": "identity"}
+    return ApiError(415, message, code="unsupported_encoding", headers=headers)
 
 
 def head_too_large(limit_bytes: int) -> ApiError:

@@ -25,11 +25,15 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.http_upgrade import framing, parser_of_body, request_parser
 
 MAX_HEAD_BYTES = 256 * 1024
-"""Of a request's first line and headers, and of a chunked body's trailers. One read from the socket more may pass."""
+"""Of a request's first line and headers, and of a chunked body's trailers, where one read from the socket may pass."""
+MAX_URL_BYTES = 65_535
+"""What the parser can take apart."""
 HEAD_S = 30.0
 """A new connection must have sent its first request's head by then."""
 MAX_UNREAD_BYTES = 64 * 1024
 """Of a body, before the application asks for it."""
+LINGER_S, MAX_LINGER_BYTES = 1.0, 512 * 1024
+"""So long, and so much of what still comes, a refused client is read: else a reset might take the answer from it."""
 MAX_PIPELINED = 16
 """Requests that wait on a connection for the answer to an earlier one."""
 
@@ -85,6 +89,7 @@ class Connection(asyncio.Protocol):
         """The request that is being answered; it is the one being read, or an earlier one."""
         self._pipeline: deque[Cycle] = deque()
         self._is_reading = True
+        self._is_refused = False
         self._writable: asyncio.Event | None = None
         """None = the client takes what is written."""
         self._waiting_since_s: float | None = None
@@ -121,6 +126,10 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        if self._is_refused:
+            if self._head_bytes > MAX_LINGER_BYTES:
+                self.transport.close()
+            return
         while True:
             try:
                 self._parser.feed_data(data)
@@ -132,9 +141,9 @@ class Connection(asyncio.Protocol):
                 if data:
                     continue
             except httptools.HttpParserError:
-                return self._refuse(errors.invalid_http())
+                return self._refuse(self._fault())
             break
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not (self._is_refused or self.transport.is_closing()):
             self._refuse(errors.head_too_large(MAX_HEAD_BYTES))
 
     def pause_writing(self) -> None:
@@ -198,7 +207,24 @@ class Connection(asyncio.Protocol):
         if name == b"expect" and value.lower() == b"100-continue":
             self._owes_continue = True
 
+    def _fault(self) -> ApiError:
+        """What the parser, or `on_headers_complete`, did not take."""
+        if len(self._url) > MAX_URL_BYTES:
+            return errors.url_too_long(MAX_URL_BYTES)
+        if self._head_size() > MAX_HEAD_BYTES:
+            return errors.head_too_large(MAX_HEAD_BYTES)
+        cycle = self._read
+        if cycle is not None and cycle is self._answered and not cycle.is_whole:
+            return errors.broken_body()
+        return errors.invalid_http()
+
+    def _head_size(self) -> int:
+        """Bytes of the first line and the headers that have come, line ends and blanks left out."""
+        return len(self._url) + sum(len(name) + len(value) for name, value in self._headers)
+
     def on_headers_complete(self) -> None:
+        if self._head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
+            raise ValueError("the head is too large")  # the parser ends with an error of its own
         self._head_bytes = 0
         self._waiting_since_s = None
         url = httptools.parse_url(self._url)
@@ -288,12 +314,20 @@ class Connection(asyncio.Protocol):
         return self._usual_headers[1]
 
     def _refuse(self, error: ApiError) -> None:
-        if self._answered is not None:
-            return self.transport.abort()  # an answer to something else is under way
+        cycle = self._answered
+        if cycle is not None:
+            if cycle is not self._read or cycle.is_whole or cycle.has_begun:
+                return self.transport.abort()  # an answer to something else is under way
+            cycle.leave()  # whoever reads the body hears that no more comes
         body = error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
+        if not self.transport.can_write_eof():
+            return self.transport.close()
+        self.transport.write_eof()
+        self.resume_reading()
+        self._is_refused, self._head_bytes = True, 0
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 class Cycle:
@@ -353,6 +387,16 @@ class Cycle:
 
     # The request
 
+    @property
+    def is_whole(self) -> bool:
+        """All of its body has come."""
+        return self._is_whole
+
+    @property
+    def has_begun(self) -> bool:
+        """Its answer has."""
+        return self._started
+
     def arrived(self, body: bytes) -> int:
         """A piece of the body. Returns how many bytes the application has not taken."""
         if self._is_complete:
@@ -411,16 +455,16 @@ class Cycle:
         has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
         self._chunked = has_body and self.scope["http_version"] != "1.0"  # there the connection's end is the body's
         self._left_bytes = None if has_body else 0
-        usual = self._connection.usual_headers()
+        usual, says_close = self._connection.usual_headers(), False
         lines = [STATUS_LINE[status], usual, *[b"%s: %s\r\n" % pair for pair in headers]]
         for name, value in headers:
             if name == b"content-length":
                 self._left_bytes, self._chunked = int(value), False
             elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive = False
+                self.keep_alive, says_close = False, True
         if self._chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
-        if not self.keep_alive:
+        if not (self.keep_alive or says_close):
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         self._head = b"".join(lines)

@@ -115,6 +115,7 @@ class App:
             refusal = self._keys.refusal(exchange.headers, path)
             if refusal is not None:
                 raise refusal
+            self._cors.check(exchange.method, origin)
             return await self.dispatch(exchange, path)
         except ApiError as error:
             await exchange.answer_error(error)

@@ -14,6 +14,7 @@ from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/readyz", "/ping", "/version"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class KeyCheck:
@@ -80,6 +81,7 @@ class Cors:
         self._origins = frozenset(settings.allowed_origins)
         self._methods = settings.allowed_methods
         self._headers = settings.allowed_headers
+        self._is_open = not settings.api_keys
 
     def headers(self, origin: str | None) -> dict[str, str]:
         if origin is None or not self._allows(origin):
@@ -99,6 +101,13 @@ class Cors:
         allowed = wanted_headers if "*" in self._headers else ", ".join(self._headers)
         answer = {"access-control-allow-methods": methods, "access-control-max-age": "600"}
         return {**answer, "access-control-allow-headers": allowed} if allowed else answer
+
+    def check(self, method: str, origin: str | None) -> None:
+        """A form of a page elsewhere needs no preflight, and must not make a server without a key work.
+
+        Raises ApiError (403)."""
+        if self._is_open and origin is not None and method not in READING and not self._allows(origin):
+            raise errors.origin_not_allowed(origin)
 
     def _allows(self, origin: str) -> bool:
         return "*" in self._origins or origin in self._origins

@@ -93,9 +93,10 @@ class Exchange:
             self.answer_headers["x-headrace-ignored"] = ",".join(list(listed)[:MAX_NAMES])
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The whole body, kept for who reads it next. Raises ApiError 413 or 408, ClientGone."""
+        """The whole body, kept for who reads it next. Raises ApiError 408, 413 or 415, ClientGone."""
         if self._body is not None:
             return self._body
+        self._check_encoding()
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit_bytes:
             await self.discard()
@@ -112,8 +113,14 @@ class Exchange:
         self._body = b"".join(parts)
         return self._body
 
+    def _check_encoding(self) -> None:
+        encoding = self.headers.get("content-encoding", "").strip()
+        if encoding.lower() not in ("", "identity"):
+            raise errors.unsupported_encoding(encoding)
+
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, of any length. Raises ApiError 408, ClientGone."""
+        """The body as it comes, of any length. Raises ApiError 408, 415, ClientGone."""
+        self._check_encoding()
         while not self._has_come:
             try:
                 async with asyncio.timeout(BODY_IDLE_S):

@@ -76,7 +76,7 @@ def test_a_reader_that_stalls_is_given_up_and_holds_up_nobody(monkeypatch: pytes
     monkeypatch.setattr(server_http, "WRITE_STALL_S", 0.3)
     engine = ScriptedEngine(script=for_ever)
     # Many choices, each beginning with its prompt's token ids, soon fill the socket's buffers.
-    fields = {"prompt": [[1] * 300] * 40, "max_tokens": 200, "n": 100, "stream": True, "return_token_ids": True}
+    fields = {"prompt": [[1] * 300] * 40, "max_tokens": 200, "n": 25, "stream": True, "return_token_ids": True}
     echo = json.dumps(fields)
     with listening(make_app(engine)) as url, connect(url) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
