@@ -7,6 +7,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from headrace.config.model_files import open_model
+from headrace.weights.checkpoint import Checkpoint
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -73,6 +78,42 @@ _CLASSES: dict[Family, tuple[str, str]] = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
+
+
+def write_bundled_bfloat16(folder: Path) -> Path:
+    """The bundled model as a checkpoint in bfloat16, whose folder is returned."""
+    import torch
+    from safetensors.torch import save_file
+
+    files = open_model(bundled_gguf())
+    checkpoint, config = Checkpoint(files), files.config
+    tensors = {}
+    for name, info in files.tensors.items():
+        values = checkpoint.matrix(name).to_float32() if len(info.shape) == 2 else checkpoint.vector(name)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        assert heads is None or values.shape[0] == heads * config.head_dim
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+    checkpoint.close()
+    save_file(tensors, folder / "model.safetensors")
+    write_bundled_tokenizer(folder)
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def write_random_model(
