@@ -172,8 +172,8 @@ REAL_FLAGS: tuple[Flag, ...] = (
     Flag(
         "kv-cache-dtype",
         "text",
-        "How keys and values are stored; auto is the compute dtype. In eight bits int8 changes answers least, fp8_e5m2 by "
-        "far the most.",
+        "How keys and values are stored; auto is the compute dtype. In eight bits int8 changes answers least, fp8_e5m2 "
+        "by far the most.",
         MEMORY,
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e5m2", "fp8_e4m3", "int8"),
