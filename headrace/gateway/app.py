@@ -27,7 +27,7 @@ from headrace.protocol.errors import ApiError
 
 logger = logging.getLogger("headrace.gateway")
 
-_EXPOSED = b"x-request-id, retry-after, x-gateway-upstream, x-gateway-model, x-gateway-attempts"
+_EXPOSED = b"x-request-id, x-headrace-ignored, retry-after, x-gateway-upstream, x-gateway-model, x-gateway-attempts"
 
 
 def create_app(state: GatewayState, pages: Application | None = None) -> App:
@@ -60,8 +60,9 @@ class App:
         state = self.state
         path = paths.canonical(exchange.path)
         exchange.form = paths.error_form(path)
-        state.num_open += 1
-        state.metrics.num_in_flight += 1
+        counts = not paths.is_open(path)
+        state.num_open += counts
+        state.metrics.num_in_flight += counts
         try:
             await self._dispatch(exchange, path)
         except ApiError as error:
@@ -74,8 +75,8 @@ class App:
         except Exception:
             await _answer_fault(exchange)
         finally:
-            state.num_open -= 1
-            state.metrics.num_in_flight -= 1
+            state.num_open -= counts
+            state.metrics.num_in_flight -= counts
 
     async def _dispatch(self, exchange: Exchange, path: str) -> None:
         state, snapshot = self.state, self.state.snapshot
@@ -84,7 +85,7 @@ class App:
             if exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers:
                 return await self._preflight(exchange, origin)
             exchange.answer_headers += self._cors(origin)
-        place = paths.find(exchange.method, path)
+        place = paths.find(exchange.method, path, exchange.path)
         kind = place.endpoint.kind
         if kind in paths.OPEN_KINDS:
             return await status.answer(state, exchange, kind)

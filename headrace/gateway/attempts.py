@@ -9,7 +9,6 @@ once, and after the first content there is no second attempt. If all fail, the c
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import time
 from collections.abc import Sequence
@@ -244,8 +243,7 @@ class Attempts:
                         raise _NoResponsesApi
                     raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
                 named = self.gateway_headers()
-                if call.translation is not None and call.translation.dropped:
-                    named.append((b"x-headrace-ignored", _header_value(",".join(call.translation.dropped))))
+                named += headers.ignored(answer.headers, call.translation.dropped if call.translation else ())
                 record = Record() if self._continues and before is None and call.wire == "openai" else None
                 delivery = Delivery(
                     self.exchange, self.request, call, upstream, deadline, progress, named, record=record, before=before
@@ -295,8 +293,8 @@ class Attempts:
             (b"x-gateway-config-generation", b"%d" % self.snapshot.generation),
         ]
         if attempt is not None:
-            named.append((b"x-gateway-upstream", _header_value(attempt.upstream.name)))
-            named.append((b"x-gateway-model", _header_value(attempt.model)))
+            named.append((b"x-gateway-upstream", headers.as_value(attempt.upstream.name)))
+            named.append((b"x-gateway-model", headers.as_value(attempt.model)))
         return [*named, *self._rate_headers]
 
     def _final(self, failure: UpstreamFailure | None) -> ApiError:
@@ -317,8 +315,3 @@ def _reason(failure: UpstreamFailure) -> str:
 
 def _wait_s(failure: UpstreamFailure | None) -> float:
     return failure.retry_after_s or 0.0 if failure is not None else 0.0
-
-
-@functools.lru_cache(maxsize=500)
-def _header_value(text: str) -> bytes:
-    return "".join(c if " " <= c <= "~" else "?" for c in text).encode()

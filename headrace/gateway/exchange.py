@@ -81,7 +81,12 @@ class Exchange:
     # The request
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises ApiError 413 or 408, ClientGone."""
+        """The whole body. Raises ApiError 413, 415 or 408, ClientGone."""
+        encoding = self.headers.get(b"content-encoding", b"").strip()
+        if encoding.lower() not in (b"", b"identity"):
+            if self._body is None:
+                await self._discard()
+            raise errors.unsupported_encoding(encoding.decode("latin-1"))
         if self._body is not None:
             if len(self._body) > limit_bytes:
                 raise errors.request_too_large(limit_bytes)

@@ -6,6 +6,7 @@ what an upstream sends is not passed back by default either.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,6 +100,18 @@ def forwarded(
     names = TO_UPSTREAM if dialect == "anthropic" else TO_OPENAI
     headers.update([pair for pair in sent if pair[0] in names])
     return headers
+
+
+def ignored(received: Mapping[bytes, bytes], dropped: Sequence[str] = ()) -> list[tuple[bytes, bytes]]:
+    """The fields that had no effect, in one header: those that the upstream names and those that were left out here."""
+    told = received.get(b"x-headrace-ignored", b"").decode("latin-1").split(",")
+    names = dict.fromkeys(name.strip() for name in [*told, *dropped] if name.strip())
+    return [(b"x-headrace-ignored", as_value(",".join(names)))] if names else []
+
+
+@functools.lru_cache(maxsize=500)
+def as_value(text: str) -> bytes:
+    return "".join(c if " " <= c <= "~" else "?" for c in text).encode()
 
 
 def to_client(received: RawHeaders) -> list[tuple[bytes, bytes]]:

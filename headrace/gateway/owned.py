@@ -246,7 +246,7 @@ async def _relay(exchange: Exchange, upstream: Upstream, answer: UpstreamAnswer,
     if not 200 <= answer.status < 300:
         body = await answer.read_error()
         raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
-    passed = headers.to_client(answer.raw_headers)
+    passed = [*headers.to_client(answer.raw_headers), *headers.ignored(answer.headers)]
     if answer.content_type == "text/html":
         raise upstream_errors.invalid_response(upstream, "an HTML page came with status 200")
     try:

@@ -6,6 +6,7 @@ Clients disagree on where a base URL ends, so /api/v1/chat/completions, /v1/chat
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ _BELOW = (
     ),
 )
 
+ALIKE = 0.75
+"""How alike an unknown path and an endpoint must be (0 to 1): `completion` is, `usage` and `messages` are not."""
+
 _PREFIX = re.compile(r"^/(?:api|anthropic|openai)(?=/|$)")
 _VERSIONS = re.compile(r"^(?:/+v1)+(?=/|$)")
 
@@ -134,8 +138,14 @@ def is_api(path: str) -> bool:
     return canonical(path) in _PLACES or bool(_PREFIX.match(path) or _VERSIONS.match(path))
 
 
-def find(method: str, path: str) -> Place:
-    """The endpoint of a canonical path. HEAD is GET. Raises ApiError 404 or 405."""
+def is_open(path: str) -> bool:
+    """Whether a canonical path is answered without a key: by the gateway itself, about itself."""
+    place = _PLACES.get(path)
+    return place is not None and place.endpoint.kind in OPEN_KINDS
+
+
+def find(method: str, path: str, received: str = "") -> Place:
+    """The endpoint of a canonical path. HEAD is GET. Raises ApiError 404, quoting `received`, or 405."""
     place = _PLACES.get(path)
     if place is None:
         for pattern, endpoint in _BELOW:
@@ -144,7 +154,7 @@ def find(method: str, path: str) -> Place:
                 place = Place(endpoint, match["id"])
                 break
     if place is None:
-        raise unknown(method, path)
+        raise unknown(method, path, received or path)
     if method not in place.endpoint.methods and not (method == "HEAD" and "GET" in place.endpoint.methods):
         raise errors.method_not_allowed(method, _shown(place.endpoint.path), place.endpoint.methods)
     return place
@@ -158,11 +168,20 @@ def error_form(path: str) -> ErrorForm:
     return "anthropic" if path.startswith("/messages") else "openai"
 
 
-def unknown(method: str, path: str) -> errors.ApiError:
-    guess = errors.nearest(path, [endpoint.path for endpoint in _EXACT if endpoint.kind != "root"])
+def unknown(method: str, path: str, received: str) -> errors.ApiError:
+    guess = _meant(path)
     hint = f" Did you mean {_shown(guess)}?" if guess else " /v1/models lists the models, /v1/chat/completions answers."
-    message = f"There is no {method} {path[: errors.MAX_QUOTED_CHARS]} on this gateway.{hint}"
+    message = f"There is no {method} {received[: errors.MAX_QUOTED_CHARS]} on this gateway.{hint}"
     return errors.ApiError(404, message, code="unknown_endpoint")
+
+
+def _meant(path: str) -> str | None:
+    """The endpoint whose beginning this is (`/embed`), or that is spelled much alike. The slash counts for nothing."""
+    word = path.strip("/").lower()
+    names = [endpoint.path[1:] for endpoint in _EXACT if endpoint.kind != "root"]
+    found = [name for name in names if len(word) > 2 and name.startswith(word)]
+    found = found or difflib.get_close_matches(word, names, n=1, cutoff=ALIKE)
+    return "/" + found[0] if found else None
 
 
 def _shown(path: str) -> str:

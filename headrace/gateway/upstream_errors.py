@@ -156,8 +156,13 @@ def from_status(upstream: Upstream, status: int, headers: Mapping[bytes, bytes],
     if status in (400, 404, 422) and _UNKNOWN_MODEL.search(f"{text} {fields.get('code')}"):
         message = f"The upstream {name} does not have this model: {text}"
         return UpstreamFailure(ApiError(404, message, code="model_not_found", param="model"), counts=False)
+    if status == 501 and fields:
+        code = str(fields.get("code") or "not_implemented")
+        error = ApiError(501, text, code=code, param=_param(fields), headers={"x-should-retry": "false"})
+        return UpstreamFailure(error, counts=False)
     if status in (404, 405, 501):
-        detail = f"it has no such endpoint (status {status}); check its base_url, or the model cannot do this"
+        said = f": {text.rstrip('.')}" if fields else ""
+        detail = f"it has no such endpoint (status {status}{said}); check its base_url, or the model cannot do this"
         failure = invalid_response(upstream, detail)
         failure.counts = False
         return failure

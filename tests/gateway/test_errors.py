@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import gzip
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -180,3 +183,93 @@ def test_draining_refuses_new_requests_and_says_so(gateway: ThreadedGateway) -> 
         assert gateway.client.get("/health/live").status_code == 200
     finally:
         gateway.state.is_draining = False
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODY = {"model": "fake", "messages": MESSAGES, "max_tokens": 9, "prompt": "Hi", "input": "Hi"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "reply"),
+    [
+        (CHAT, replies.chat),
+        ("/v1/completions", replies.completion),
+        ("/v1/responses", replies.responses),
+        ("/v1/messages", replies.chat),
+        ("/v1/embeddings", replies.embeddings),
+        ("/v1/audio/speech", replies.embeddings),
+    ],
+)
+def test_fields_without_effect_at_the_upstream_are_named_to_the_client(
+    gateway: ThreadedGateway, upstream: FakeUpstream, path: str, reply: Callable[[], replies.Reply], stream: bool
+) -> None:
+    streams = {
+        replies.chat: replies.chat_stream,
+        replies.completion: replies.completion_stream,
+        replies.responses: replies.responses_stream,
+    }
+    answer_to = streams.get(reply, reply) if stream else reply
+    upstream.script(dataclasses.replace(answer_to(), headers=(("x-headrace-ignored", "temprature,top_kk"),)))
+    answer = gateway.client.post(path, json={**BODY, "stream": stream})
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-headrace-ignored")[0].split(",")[:2] == ["temprature", "top_kk"]
+    assert len(answer.headers.get_list("x-headrace-ignored")) == 1
+
+
+def test_fields_that_the_upstream_ignores_and_those_left_out_here_are_one_list(
+    gateway: ThreadedGateway, upstream: FakeUpstream
+) -> None:
+    upstream.script(dataclasses.replace(replies.chat(), headers=(("x-headrace-ignored", "zap, top_kk"),)))
+    body = {"model": "fake", "messages": MESSAGES, "max_tokens": 9, "zap": 1, "top_k": 3, "container": "c"}
+    told = gateway.client.post("/v1/messages", json=body).headers["x-headrace-ignored"].split(",")
+    assert told[:2] == ["zap", "top_kk"] and "container" in told
+    assert len(set(told)) == len(told)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/moderations", "/v1/audio/speech", CHAT])
+def test_what_an_upstream_says_it_cannot_do_is_passed_on(
+    gateway: ThreadedGateway, upstream: FakeUpstream, path: str
+) -> None:
+    error = {"message": "No vectors here.", "type": "invalid_request_error", "param": None, "code": "not_implemented"}
+    upstream.script(replies.json_reply({"error": error}, status=501))
+    answer = gateway.client.post(path, json=BODY)
+    assert answer.status_code == 501
+    assert answer.json()["error"] == error
+    assert answer.headers["x-should-retry"] == "false"
+    upstream.script(replies.json_reply({"error": {**error, "code": "unsupported_by_model"}}, status=400))
+    answer = gateway.client.post(path, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "No vectors here.")
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_an_endpoint_that_an_upstream_lacks_is_told_in_its_words(
+    gateway: ThreadedGateway, upstream: FakeUpstream, status: int
+) -> None:
+    upstream.script(replies.json_reply({"error": {"message": "No POST /v2/rerank here."}}, status=status))
+    answer = gateway.client.post("/v1/rerank", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_invalid_response")
+    assert f"(status {status}: No POST /v2/rerank here); check its base_url" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/files"])
+@pytest.mark.parametrize("size", [20, 300_000])
+def test_a_compressed_body_is_a_415(gateway: ThreadedGateway, path: str, size: int) -> None:
+    packed = gzip.compress(random.Random(size).randbytes(size))
+    answer = gateway.client.post(path, content=packed, headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "Content-Encoding: gzip" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    plain = gateway.client.post(CHAT, json=BODY, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
+
+
+def test_questions_about_the_gateway_itself_are_no_open_requests(gateway: ThreadedGateway) -> None:
+    assert gateway.client.get("/health").json()["requests_open"] == 0
+    assert "headrace_gateway_requests_in_flight 0.0" in gateway.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/v1/usage", "/usage", "/api/v1/nothing", "/v1/v1/engines"])
+def test_an_unknown_path_is_quoted_as_it_was_sent(gateway: ThreadedGateway, path: str) -> None:
+    message = gateway.client.post(path, json={}).json()["message"]
+    assert message.startswith(f"There is no POST {path} on this gateway. /v1/models lists")

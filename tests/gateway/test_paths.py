@@ -76,10 +76,28 @@ def test_an_unknown_path_names_the_nearest_one() -> None:
     assert "Did you mean /v1/chat/completions?" in refusal.value.message
 
 
-def test_a_path_like_nothing_gets_no_far_fetched_advice() -> None:
+@pytest.mark.parametrize("path", ["/nope", "/usage", "/v1/usage", "/page", "/complete", "/v1/engines", "/a"])
+def test_a_path_like_nothing_gets_no_far_fetched_advice(path: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        find("GET", canonical("/nope"))
+        find("GET", canonical(path))
     assert "Did you mean" not in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/embed", "/v1/embeddings"),
+        ("/v1/chat", "/v1/chat/completions"),
+        ("/v1/message", "/v1/messages"),
+        ("/v1/tokenise", "/v1/tokenize"),
+        ("/metric", "/metrics"),
+        ("/v1/Response", "/v1/responses"),
+    ],
+)
+def test_a_beginning_and_a_slip_name_what_was_meant(path: str, meant: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        find("POST", canonical(path), path)
+    assert refusal.value.message == f"There is no POST {path} on this gateway. Did you mean {meant}?"
 
 
 def test_a_wrong_method_says_which_is_right() -> None:
