@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import zmq
@@ -302,11 +301,6 @@ class CoreLoop:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(parent_pipe, zmq.POLLIN)
-        self._news = select.poll()
-        self._news.register(cast(int, socket.getsockopt(zmq.FD)), select.POLLIN)
-        self._news.register(parent_pipe, select.POLLIN)
-        self._has_message = False
-        """A message has come, and the socket's descriptor, which tells of changes only, need not say so any more."""
         self._profile = StepProfile()
 
     def send(self, message: ipc.FromCore) -> None:
@@ -314,15 +308,13 @@ class CoreLoop:
         payload = ipc.encode(message)
         while True:
             try:
-                self._socket.send(payload, zmq.NOBLOCK)
-                break
+                return self._socket.send(payload, zmq.NOBLOCK)
             except zmq.Again:
                 self._check_server()
                 self._socket.poll(self.STUCK_WAIT_MS, zmq.POLLOUT)
-        self._has_message = bool(cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _check_server(self) -> None:
-        """Raises ServerGone at the end of the pipe."""
+        """Raises ServerGone at the end of the pipe. It takes two microseconds, and is done before every step."""
         if select.select([self._parent_pipe], [], [], 0)[0] and not os.read(self._parent_pipe, 1024):
             raise ServerGone
 
@@ -353,11 +345,7 @@ class CoreLoop:
         """Act on all messages there are, after waiting for the first. False: leave the loop."""
         if wait_ms != 0:
             self._poller.poll(wait_ms)
-        elif not self._has_message and not self._news.poll(0):
-            # Before nearly every step; to ask the socket itself takes several times as long.
-            return True
         self._check_server()
-        self._has_message = False
         while True:
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)
