@@ -22,7 +22,7 @@ from headrace.gateway.keys import VERSION, WARNING_S, KeyRecord, KeyStore, match
 from headrace.gateway.sent_key import hint, sent_key
 from headrace.gateway.snapshot import Plan
 from headrace.protocol import access_errors
-from headrace.protocol.access_errors import API_KEYS_PAGE, shown_date
+from headrace.protocol.access_errors import shown_date
 from headrace.protocol.errors import ApiError
 
 POLL_S = 0.25
@@ -38,7 +38,7 @@ class KeyIndex:
         self,
         store: KeyStore,
         *,
-        page: str = API_KEYS_PAGE,
+        page: str | None = None,
         poll_s: float = POLL_S,
         now_s: Callable[[], float] = time.time,
         changed: Callable[[], None] | None = None,
@@ -90,7 +90,8 @@ class KeyIndex:
         if end is None or end - self._now_s() > WARNING_S:
             return []
         why = "is replaced" if end == record.secret_valid_until else "expires"
-        text = f'299 headrace "The API key {why} on {shown_date(end)}; see {self.page}"'
+        place = f"; see {self.page}" if self.page is not None else ""
+        text = f'299 headrace "The API key {why} on {shown_date(end)}{place}"'
         return [(b"warning", text.encode()), (b"x-headrace-key-expires", shown_date(end).encode())]
 
     def reload(self) -> None:

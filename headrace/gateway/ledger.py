@@ -17,7 +17,6 @@ from headrace.gateway.prompt_log import PromptLog
 from headrace.gateway.storage.database import Database, open_database, prepare_data_dir
 from headrace.gateway.usage import UsageWriter
 from headrace.gateway.usage_queries import spending
-from headrace.protocol.access_errors import API_KEYS_PAGE
 
 JOURNAL_FOLDER = "journal"
 
@@ -58,7 +57,7 @@ def open_ledger(
     database_url: str | None,
     data_dir: str | Path,
     *,
-    page: str = API_KEYS_PAGE,
+    page: str | None = None,
     retention_days: int | None = None,
 ) -> Ledger:
     """Open all of it, and follow changes of keys from now on. Blocks for some milliseconds. Raises ConfigError."""

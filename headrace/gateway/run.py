@@ -69,7 +69,7 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
     log = GatewayLog(redactor=Redactor(secrets_of(snapshot)))
     with contextlib.closing(listener), contextlib.closing(log):
         try:
-            ledger = open_ledger_at(at)
+            ledger = open_ledger_at(at, API_KEYS_PAGE if pages is not None else None)
         except ConfigError as error:
             print(f"headrace gateway: {error}", file=sys.stderr)
             return 1
@@ -88,12 +88,13 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
     return 0
 
 
-def open_ledger_at(at: Listen) -> Ledger:
-    """The database that the configuration names. Raises ConfigError."""
+def open_ledger_at(at: Listen, page: str | None = None) -> Ledger:
+    """The database that the configuration names. `page` is this gateway's own for keys, if it has one. Raises
+    ConfigError."""
     return open_ledger(
         at.database_url,
         at.data_dir or DEFAULT_DATA_DIR,
-        page=at.page_url or API_KEYS_PAGE,
+        page=at.page_url or page,
         retention_days=at.retention_days,
     )
 

@@ -31,8 +31,8 @@ class SentKey(msgspec.Struct, frozen=True):
         return f"SentKey(conflicting={self.conflicting})"
 
 
-def sent_key(headers: Mapping[bytes, bytes], page: str) -> SentKey:
-    """The key in `headers` (names in lower case). Raises ApiError (401) naming `page` when there is none to read."""
+def sent_key(headers: Mapping[bytes, bytes], page: str | None) -> SentKey:
+    """The key in `headers` (names in lower case). Raises ApiError (401) when there is none to read; `page` is where keys are made."""
     authorization = _clean(headers.get(b"authorization", b""))
     found, problem = _bearer(authorization) if authorization else (b"", None)
     others: list[bytes] = []

@@ -248,7 +248,7 @@ class Listen:
     data_dir: str | None = None
     log_level: str = "info"
     page_url: str | None = None
-    """Where people renew their keys; None = this gateway's own /api-keys page."""
+    """Where people renew their keys; None = this gateway's own page, or `headrace key` where it has none."""
     allowed_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     """How long running requests are waited for at the end."""

@@ -1,7 +1,7 @@
 """The part of the error table that keys bring with them: who may not, who may not this, and who has had enough.
 
-A 401 names its cause and the page that helps, because "invalid key" is what people search for longest. Nothing
-here repeats what was sent.
+A 401 names its cause and what helps (a page for keys, where there is one), because "invalid key" is what people
+search for longest. Nothing here repeats what was sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from headrace.protocol.errors import MAX_QUOTED_CHARS, ApiError
 
 API_KEYS_PAGE = "/api-keys"
+"""Where a gateway with pages has the one for keys."""
 
 
 def shown_date(time_s: float) -> str:
@@ -23,7 +24,7 @@ def shown_date(time_s: float) -> str:
 # 401: who asks
 
 
-def no_key(page: str) -> ApiError:
+def no_key(page: str | None) -> ApiError:
     return _unauthorized(
         "missing_api_key",
         "No API key was sent. Send the header `Authorization: Bearer <your key>` (or `x-api-key: <your key>`). If a "
@@ -32,7 +33,7 @@ def no_key(page: str) -> ApiError:
     )
 
 
-def malformed_key(detail: str, page: str) -> ApiError:
+def malformed_key(detail: str, page: str | None) -> ApiError:
     return _unauthorized(
         "malformed_authorization",
         f"The Authorization header is not understood: {detail} It must read `Authorization: Bearer <your key>`.",
@@ -40,16 +41,16 @@ def malformed_key(detail: str, page: str) -> ApiError:
     )
 
 
-def unknown_key(hint: str, page: str) -> ApiError:
+def unknown_key(hint: str, page: str | None) -> ApiError:
     return _unauthorized("invalid_api_key", f"The API key is not one of this gateway's keys. {hint}", page)
 
 
-def key_expired(expired_at_s: float, page: str) -> ApiError:
+def key_expired(expired_at_s: float, page: str | None) -> ApiError:
     message = f"The API key expired on {shown_date(expired_at_s)}. Make a new one and put it in its place."
     return _unauthorized("key_expired", message, page)
 
 
-def key_replaced(until_s: float, page: str) -> ApiError:
+def key_replaced(until_s: float, page: str | None) -> ApiError:
     message = (
         f"The API key was replaced by a rotation and stopped working on {shown_date(until_s)}. Use the new one, "
         "or rotate the key again if nobody has it."
@@ -57,13 +58,14 @@ def key_replaced(until_s: float, page: str) -> ApiError:
     return _unauthorized("key_expired", message, page)
 
 
-def key_revoked(revoked_at_s: float, page: str) -> ApiError:
+def key_revoked(revoked_at_s: float, page: str | None) -> ApiError:
     message = f"The API key was revoked on {shown_date(revoked_at_s)}. Use another one, or make a new one."
     return _unauthorized("key_revoked", message, page)
 
 
-def _unauthorized(code: str, message: str, page: str) -> ApiError:
-    advice = f" Keys are made on {page} or with `headrace key create`."
+def _unauthorized(code: str, message: str, page: str | None) -> ApiError:
+    place = f"on {page} or " if page is not None else ""
+    advice = f" Keys are made {place}with `headrace key create`."
     return ApiError(401, message + advice, code=code, headers={"www-authenticate": "Bearer"})
 
 

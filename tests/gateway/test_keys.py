@@ -144,15 +144,26 @@ def test_a_proxys_basic_authorization_beside_a_key_is_not_in_the_way(store: KeyS
         ({b"x-api-key": b"\xff\xfe"}, "invalid_api_key", "another service"),
     ],
 )
-def test_a_401_names_its_cause_and_the_page_that_helps(
+def test_a_401_names_its_cause_and_what_helps(
     store: KeyStore, index: KeyIndex, headers: dict[bytes, bytes], code: str, says: str
 ) -> None:
     made(store, index)
     status, found, message = refusal(index, headers)
     assert (status, found) == (401, code)
     assert says in message
-    assert "/api-keys" in message
+    assert "with `headrace key create`" in message and "/api-keys" not in message
     assert all(value.decode("latin-1") not in message for value in headers.values() if len(value) > 8)
+
+
+def test_a_page_for_keys_is_named_where_there_is_one(store: KeyStore, clock: Clock) -> None:
+    index = KeyIndex(store, page="https://keys.example/", now_s=clock)
+    secret = made(store, index, expires_at=clock() + DAY_S)
+    for headers in ({}, bearer("sk-hr-wrong"), {b"authorization": b"Token x"}):
+        assert "made on https://keys.example/ or with `headrace key create`" in refusal(index, headers)[2]
+    warning = dict(index.warning_headers(index.authenticate(bearer(secret), None)))[b"warning"]
+    assert warning.endswith(b'; see https://keys.example/"')
+    clock.now_s += 2 * DAY_S
+    assert "on https://keys.example/" in refusal(index, bearer(secret))[2]
 
 
 def test_an_expired_key_is_told_the_date(store: KeyStore, index: KeyIndex, clock: Clock) -> None:
