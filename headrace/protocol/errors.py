@@ -252,16 +252,20 @@ def model_not_found(name: str, served: Iterable[str]) -> ApiError:
     return ApiError(404, message, code="model_not_found", param="model")
 
 
-def response_not_found(response_id: str) -> ApiError:
+def response_not_found(response_id: str, param: str = "response_id") -> ApiError:
+    """`param`: where the id stood, in the path or in the field `previous_response_id`."""
     message = (
         f"There is no response {quoted(response_id)} here: it was not stored, was deleted, or has made room for newer "
-        "ones. Send the whole history in `input` instead."
+        "ones."
     )
-    return ApiError(404, message, code="response_not_found", param="previous_response_id")
+    if param == "previous_response_id":
+        message += " Send the whole history in `input` instead."
+    return ApiError(404, message, code="response_not_found", param=param)
 
 
-def unknown_endpoint(method: str, path: str, known: Iterable[str]) -> ApiError:
-    guess = nearest(path, known)
+def unknown_endpoint(method: str, path: str, known: Iterable[str], *, canonical: str | None = None) -> ApiError:
+    """`canonical` is the path without what clients put before it, where that is known."""
+    guess = nearest(canonical or path, known)
     hint = f" Did you mean {guess}?" if guess else " /openapi.json lists all of them."
     return ApiError(
         404, f"There is no {method} {path[:MAX_QUOTED_CHARS]} on this server.{hint}", code="unknown_endpoint"

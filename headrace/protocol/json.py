@@ -23,8 +23,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 # A string (with a colon after it, it is a key) or a bracket; everything else cannot change the depth.
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"(\s*+:)?+|[{}\[\]]', re.DOTALL)
 
-_PROBLEM = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_PROBLEM = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<expected>.+?)`, got `(?P<found>.+?)`$")
+
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 
 _SPOKEN = {
     "int": "an integer",
@@ -52,7 +54,7 @@ class Body:
     def read(self, type: type[T]) -> T:
         """The fields of `type`. Raises ApiError (400) when one of them has another type or is missing."""
         self._read.update(field.encode_name for field in msgspec.structs.fields(type))
-        with _as_api_errors(self._body):
+        with _as_api_errors(self._body, type):
             return msgspec.json.decode(self._body, type=type)
 
     def others(self) -> dict[str, object]:
@@ -69,11 +71,13 @@ def read_value(raw: bytes | msgspec.Raw, body: bytes) -> Any:
 
 
 @contextmanager
-def _as_api_errors(body: bytes) -> Iterator[None]:
+def _as_api_errors(body: bytes, type: type[msgspec.Struct] | None = None) -> Iterator[None]:
+    """`type`: what is read, where its fields' allowed values may have to be named."""
     try:
         yield
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), body) from None
+        _check_whole(body)
+        raise _invalid_field(str(error), body, type) from None
     except msgspec.DecodeError as error:
         raise errors.invalid_json(_malformed(body, str(error))) from None
     except RecursionError:
@@ -136,7 +140,15 @@ def _refuse_constant(name: str) -> object:
     raise _Constant(name)
 
 
-def _invalid_field(problem: str, body: bytes) -> ApiError:
+def _check_whole(body: bytes) -> None:
+    """A wrong type is found before what stands behind it is read. Raises ApiError (400) if that is no JSON."""
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        raise errors.invalid_json(_malformed(body, str(error))) from None
+
+
+def _invalid_field(problem: str, body: bytes, type: type[msgspec.Struct] | None) -> ApiError:
     match = _PROBLEM.match(problem)
     assert match is not None
     path, problem = match["path"], match["problem"]
@@ -148,8 +160,13 @@ def _invalid_field(problem: str, body: bytes) -> ApiError:
         if missing is not None:
             return errors.missing_field(missing[1], "this field is required.")
         return ApiError(400, f"The request body is not valid: {problem}.", code="invalid_value")
+    if expected is None and type is not None and (allowed := _allowed_values(type, path)):
+        return errors.invalid_value(path, f"`{path}` must be {allowed}, but it is{_value_at(body, path, ' {}')}.")
     if expected is None:
         return errors.invalid_value(path, f"`{path}` is not valid: {problem}.")
+    if match["key"]:
+        wanted, key = _spoken(expected["expected"]), _key_at_fault(body, path)
+        return errors.invalid_value(path, f"a key of `{path}` must be {wanted}, but one is {key}.")
     return errors.invalid_type(path, _spoken(expected["expected"]), _spoken(expected["found"]) + _value_at(body, path))
 
 
@@ -158,9 +175,29 @@ def _spoken(kinds: str) -> str:
     return " or ".join(name for name in names if name != "null" or len(names) == 1)
 
 
-def _value_at(body: bytes, path: str) -> str:
+def _value_at(body: bytes, path: str, form: str = " ({})") -> str:
     """The value of a top-level field, for the message; nested ones are named by their path alone."""
     if not path.isidentifier():
         return ""
     value = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(path)
-    return "" if value is None or len(value) > errors.MAX_QUOTED_CHARS else f" ({quoted(msgspec.json.decode(value))})"
+    if value is None or len(value) > errors.MAX_QUOTED_CHARS:
+        return ""
+    return form.format(quoted(msgspec.json.decode(value)))
+
+
+def _key_at_fault(body: bytes, path: str) -> str:
+    """The first key of a top-level object that is no integer, for the message."""
+    value = msgspec.json.decode(body).get(path)
+    keys = value if isinstance(value, dict) else ()
+    return next((quoted(key) for key in keys if not _INTEGER.fullmatch(key)), "another")
+
+
+def _allowed_values(type: type[msgspec.Struct], name: str) -> str:
+    """The values of a field that has a fixed set of them, as words; else ""."""
+    for field in msgspec.structs.fields(type):
+        if field.encode_name == name:
+            info = msgspec.inspect.type_info(field.type)
+            kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+            values = [v for kind in kinds if isinstance(kind, msgspec.inspect.LiteralType) for v in kind.values]
+            return " or ".join(quoted(value) for value in values)
+    return ""

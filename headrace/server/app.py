@@ -129,7 +129,7 @@ class App:
         """Answers an exchange that is let in, by the route of its canonical path. Returns the route's path."""
         label = "none"
         try:
-            route = routes.find(exchange.method, path)
+            route = routes.find(exchange.method, path, exchange.path)
             label = route.path
             if route.admin:
                 check_admin(self.serving, exchange)

@@ -71,12 +71,12 @@ async def begin_chat(
     *,
     prefix: str,
     shortens_answer: bool = False,
-    limit_field: str | None = None,
+    where: str = "messages",
 ) -> Chat:
     """Everything that can be refused is refused here. Raises ApiError (400, 404, 503).
 
     `prefix` begins the answer's id. `shortens_answer`: where `max_tokens` is more than fits, it is what fits.
-    `limit_field`: what the client calls it, if not by one of the two names that chat has.
+    `where`: the client's word for what the prompt is made of.
     """
     limits = serving.limits()
     serving.names.check(fields.model)
@@ -102,7 +102,7 @@ async def begin_chat(
     reading = format.reading(fields, tools, is_thinking=prompt.is_thinking)
     token_ids = serving.truncated(prompt.token_ids, sampling, max_tokens or 1)
     if shortens_answer and max_tokens is not None:
-        max_tokens = max(1, min(max_tokens, limits.max_model_len - len(token_ids)))
+        max_tokens = min(max_tokens, max(1, limits.max_model_len - len(token_ids)))
     grammar = await serving.grammar(exchange, sampling)
     after = format.closing_ids if prompt.is_thinking else ()
     if grammar is not None and after:
@@ -116,10 +116,10 @@ async def begin_chat(
         serving.sampling_defaults,
         limits,
         prompt_tokens=len(token_ids),
-        where="messages",
+        where=where,
         max_tokens=max_tokens,
         fresh_seed=serving.fresh_seed,
-        max_tokens_field=limit_field or max_tokens_field,
+        max_tokens_field=max_tokens_field,
         logprobs=logprobs,
         bad_words=bad_words,
         grammar=grammar,

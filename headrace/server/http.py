@@ -40,9 +40,16 @@ WRITE_STALL_S = 300.0
 MAX_NAMES = 20
 """Fields without effect that are named in a header."""
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_REQUEST_ID_CHARS = 128
+
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 encode_json = msgspec.json.Encoder().encode
+
+
+def is_request_id(text: str) -> bool:
+    """It may name a request in headers and logs."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 class ClientGone(Exception):
@@ -62,7 +69,11 @@ class Exchange:
         self.request_id = ""
         self.answer_id: str | None = None
         """The id that a generated answer carries, once it has one."""
-        self.name(self.headers.get("x-request-id", ""))
+        sent = self.headers.get("x-request-id", "")
+        self.request_id = sent if is_request_id(sent) else uuid.uuid4().hex
+        self.answer_headers["x-request-id"] = self.request_id
+        if sent != self.request_id and sent:
+            self.warn_ignored(["x-request-id"])
         self.status: int | None = None
         """The status sent, None as long as nothing was."""
         self.is_streaming = False
@@ -79,10 +90,19 @@ class Exchange:
         self._receive = receive
         self._send = send
 
-    def name(self, request_id: str) -> None:
-        """Take the client's name for the request, or a new one if it is not short and printable."""
-        self.request_id = request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
-        self.answer_headers["x-request-id"] = self.request_id
+    def name(self, request_id: str | None) -> None:
+        """Take the name that the body has for the request; one in the header goes before it.
+
+        Raises ApiError (400) for one that is not short and printable."""
+        if request_id is None:
+            return
+        if not is_request_id(request_id):
+            allowed = f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters without blanks"
+            raise errors.out_of_range("request_id", request_id, allowed)
+        if "x-request-id" not in self.headers:
+            self.request_id = self.answer_headers["x-request-id"] = request_id
+        elif self.request_id != request_id:
+            self.warn_ignored(["request_id"])
 
     def warn_ignored(self, names: Sequence[str]) -> None:
         """Tell the client which fields of its body had no effect, if there are any; a header has room for some."""

@@ -14,7 +14,7 @@ from headrace.server.chat import Chat, begin_chat
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
-from headrace.server.translated import counted, events_of, outgoing, read_asked, read_body, stream_events
+from headrace.server.translated import counted, events_of, named_as, outgoing, read_asked, read_body, stream_events
 
 _PING = typed({"type": "ping"})
 
@@ -27,7 +27,8 @@ async def messages(serving: Serving, exchange: Exchange) -> None:
     if body.get("max_tokens") is None:
         raise errors.missing_field("max_tokens", "say how many tokens the answer may have.")
     asked = await read_asked(serving, exchange, body, "messages")
-    chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="msg", shortens_answer=True)
+    with named_as("messages"):
+        chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="msg", shortens_answer=True)
     told = Translation(
         client="messages",
         upstream="chat",

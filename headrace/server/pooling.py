@@ -50,8 +50,7 @@ async def read_fields(serving: Serving, exchange: Exchange, dialect: type[T]) ->
         return body.read(dialect), body.others()
 
     fields, others = await serving.aside(len(raw), parsed)
-    if fields.request_id and "x-request-id" not in exchange.headers:
-        exchange.name(fields.request_id)
+    exchange.name(fields.request_id)
     exchange.warn_ignored(unknown_fields(others))
     serving.names.check(fields.model)
     return fields

@@ -31,8 +31,7 @@ async def read_request(serving: Serving, exchange: Exchange, dialect: type[T]) -
         return body.read(dialect), body.read(SamplingFields), body.others()
 
     fields, sampling, others = await serving.aside(len(raw), parsed)
-    if sampling.request_id and "x-request-id" not in exchange.headers:
-        exchange.name(sampling.request_id)
+    exchange.name(sampling.request_id)
     unknown = unknown_fields(others)
     if unknown:
         exchange.warn_ignored(unknown)

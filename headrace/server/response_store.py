@@ -46,11 +46,11 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
-    def get(self, response_id: str) -> StoredResponse:
-        """Raises ApiError (404)."""
+    def get(self, response_id: str, param: str = "response_id") -> StoredResponse:
+        """Raises ApiError (404) naming `param`, where the id stood."""
         stored = self._stored.get(response_id)
         if stored is None:
-            raise errors.response_not_found(response_id)
+            raise errors.response_not_found(response_id, param)
         self._stored.move_to_end(response_id)
         return stored
 

@@ -20,7 +20,7 @@ from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.response_store import input_items
 from headrace.server.serving import Serving
-from headrace.server.translated import counted, events_of, outgoing, read_asked, read_body, stream_events
+from headrace.server.translated import counted, events_of, named_as, outgoing, read_asked, read_body, stream_events
 
 logger = logging.getLogger("headrace.server")
 
@@ -41,9 +41,8 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
         needs = "it is stored" if store is False else "nobody waits for a stream"
         raise errors.invalid_value("background", f"`background` works only where {needs}.")
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
-    chat = await begin_chat(
-        serving, exchange, asked.fields, asked.sampling, prefix="resp", limit_field="max_output_tokens"
-    )
+    with named_as("responses"):
+        chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="resp", where="input")
     echo = {name: body[name] for name in ECHOED if body.get(name) is not None}
     echo |= {"store": store is not False, "background": bool(background), "previous_response_id": previous}
     told = Translation(
@@ -89,7 +88,7 @@ def _history(serving: Serving, previous: str | None) -> list[Json]:
     """Everything said up to an earlier response. Raises ApiError: 404, or 400 for one that is not done."""
     if previous is None:
         return []
-    stored = serving.responses.get(previous)
+    stored = serving.responses.get(previous, "previous_response_id")
     if stored.task is not None:
         raise errors.invalid_value("previous_response_id", f"the response `{previous}` is not done yet.")
     return [*stored.items, *stored.response["output"]]
@@ -134,4 +133,6 @@ async def input_tokens(serving: Serving, exchange: Exchange) -> None:
     items = _history(serving, _own(body, "previous_response_id")) + input_items(body.get("input"))
     body = {name: value for name, value in body.items() if name not in ("store", "background", "stream")}
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
-    await exchange.answer_json(token_count("responses", await counted(serving, exchange, asked)))
+    with named_as("responses"):
+        count = await counted(serving, exchange, asked)
+    await exchange.answer_json(token_count("responses", count))

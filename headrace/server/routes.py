@@ -198,15 +198,16 @@ _PATTERNS = {
 }
 
 
-def find(method: str, path: str) -> Route:
-    """The route of a canonical path. HEAD is GET. Raises ApiError 404, 405 or 501."""
+def find(method: str, path: str, sent: str | None = None) -> Route:
+    """The route of a canonical path. HEAD is GET. Raises ApiError 404, 405 or 501 naming the path as it was sent."""
+    sent = sent or path
     matching = (by_method for pattern, by_method in _PATTERNS.items() if pattern.fullmatch(path))
     by_method = _BY_PATH.get(path) or next(matching, None)
     if by_method is None:
         for known, feature in NOT_BUILT.items():
             if path == known or path.startswith(known + "/"):
-                raise errors.not_implemented(path, feature)
-        raise errors.unknown_endpoint(method, path, known_paths())
+                raise errors.not_implemented(sent, feature)
+        raise errors.unknown_endpoint(method, sent, known_paths(), canonical=path)
     route = by_method.get("GET" if method == "HEAD" else method)
     if route is None:
         raise errors.method_not_allowed(method, next(iter(by_method.values())).path, by_method)

@@ -6,8 +6,9 @@ body ─► Conversation ─► ChatFields ─► (chat.py) ─► deltas ─►
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import aclosing
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,6 +41,42 @@ _NO_PLACE = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", 
 _encode = msgspec.json.Encoder().encode
 
 
+_OWN_NAMES: Mapping[Dialect, Mapping[str, str]] = {
+    "messages": {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    },
+    "responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    },
+}
+"""What a client calls a field of chat, by dialect."""
+
+
+@contextmanager
+def named_as(dialect: Dialect) -> Iterator[None]:
+    """An ApiError inside names its field as the client does."""
+    try:
+        yield
+    except ApiError as error:
+        param = error.param or ""
+        for name, own in _OWN_NAMES.get(dialect, {}).items():
+            if re.match(re.escape(name) + r"(?!\w)", param):
+                message = error.message.replace(f"`{name}", f"`{own}")
+                param = own + param[len(name) :]
+                headers = error.headers
+                raise ApiError(
+                    error.status, message, type=error.type, code=error.code, param=param, headers=headers
+                ) from None
+        raise
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request as chat has it. `dropped` are fields that have no effect."""
@@ -65,7 +102,8 @@ async def read_body(serving: Serving, exchange: Exchange) -> Json:
 async def read_asked(serving: Serving, exchange: Exchange, body: Mapping[str, Any], dialect: Dialect) -> Asked:
     """Raises ApiError (400) naming the field at fault; fields without effect are named in the answer's header."""
     num_chars = len(str(body.get("messages") or body.get("input") or ""))
-    asked = await serving.aside(num_chars, lambda: _asked(body, dialect, thinks=serving.thinks))
+    with named_as(dialect):
+        asked = await serving.aside(num_chars, lambda: _asked(body, dialect, thinks=serving.thinks))
     if asked.dropped:
         exchange.warn_ignored(asked.dropped)
         if not exchange.is_background:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.protocol.errors import ApiError
 from headrace.protocol.json import Body
+from headrace.server.routes import ROUTES
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -22,6 +24,13 @@ class Sample(msgspec.Struct, kw_only=True):
 
 class Needs(msgspec.Struct, kw_only=True):
     messages: list[dict[str, object]]
+
+
+def literals(kind: object) -> list[object]:
+    """The values of a type that has a fixed set of them."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for part in get_args(kind) for value in literals(part)]
 
 
 def refusal(body: bytes, type: type[msgspec.Struct] = Sample) -> ApiError:
@@ -43,6 +52,10 @@ def refusal(body: bytes, type: type[msgspec.Struct] = Sample) -> ApiError:
         (b'{"words": "\\ud83d"}', "surrogate"),
         (b'{"words": "\xff"}', "byte 11 is not UTF-8"),
         (b'{"count": 1} x', "Extra data"),
+        (b"[[[[", "line 1 column 5"),
+        (b"[1, 2", "line 1 column 6"),
+        (b"5 5", "Extra data"),
+        (b'{"count": "x", "share": [}', "line 1 column 26"),
         (b'{"words": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
@@ -112,3 +125,35 @@ def test_any_repeated_key_is_found(value: dict[str, str], data: st.DataObject) -
     with pytest.raises(ApiError) as caught:
         Body(("{" + " , ".join(pairs) + "}").encode())
     assert caught.value.param == repeated
+
+
+@pytest.mark.parametrize("key", ["abc", "1.5", " 1", "1_0", "\u0661", "", "0x1", "01", "+1"])
+def test_a_key_that_is_no_integer_is_blamed_and_not_its_value(key: str) -> None:
+    error = refusal(json.dumps({"bias": {"5": 1, key: 2}}, ensure_ascii=False).encode())
+    assert (error.param, error.code) == ("bias", "invalid_value")
+    assert error.message == f"a key of `bias` must be an integer, but one is {json.dumps(key, ensure_ascii=False)}."
+
+
+FIXED = [
+    (body, field.encode_name, values)
+    for body in dict.fromkeys(body for route in ROUTES for body in route.body)
+    for field in msgspec.structs.fields(body)
+    if (values := literals(field.type))
+]
+
+
+@pytest.mark.parametrize(("body", "name", "values"), FIXED)
+def test_a_value_outside_a_fixed_set_is_told_all_that_are_in_it(
+    body: type[msgspec.Struct], name: str, values: list[str]
+) -> None:
+    needed = {f.encode_name: [] for f in msgspec.structs.fields(body) if f.required}
+    with pytest.raises(ApiError) as caught:
+        Body(msgspec.json.encode({name: "middle", **needed})).read(body)
+    assert caught.value.param in (name, *needed)
+    if caught.value.param == name:
+        assert all(json.dumps(value) in caught.value.message for value in values)
+        assert '"middle"' in caught.value.message
+
+
+def test_truncation_side_is_one_of_them() -> None:
+    assert {"truncation_side", "encoding_format"} <= {name for _, name, _ in FIXED}
