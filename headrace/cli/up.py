@@ -47,6 +47,8 @@ GATEWAY_OPTIONS = (
     Option("data-dir", "DIR"),
 )
 DATA_DIR = "~/.headrace"
+GATEWAY_HOST, GATEWAY_PORT = "127.0.0.1", 8080
+"""Those of the gateway's own settings, which are loaded later: its address is opened first."""
 LATEST_END_S = 3.0
 """After a signal without patience, for everything together."""
 
@@ -128,7 +130,8 @@ def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
         overrides = _overrides(options)
         return _snapshot_of(engine.server, overrides), overrides
 
-    return _start([engine], wanted)
+    port = int(options.get("gateway-port", GATEWAY_PORT))
+    return _start([engine], Address(options.get("gateway-host", GATEWAY_HOST), port), wanted)
 
 
 def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
@@ -167,7 +170,7 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         if engine is None:
             return 2
         engines.append(engine)
-    return _start(engines, lambda: (snapshot, overrides))
+    return _start(engines, Address(snapshot.listen.host, snapshot.listen.port), lambda: (snapshot, overrides))
 
 
 def _engine(name: str, words: Sequence[str], place: str, data_dir: str | None) -> Engine | None:
@@ -196,6 +199,14 @@ def _refused(lines: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where the gateway listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gateway:
     """The gateway with its address and its database, ready to serve."""
 
@@ -206,22 +217,26 @@ class Gateway:
     log: GatewayLog
 
 
-def _start(engines: Sequence[Engine], wanted: Callable[[], tuple[Snapshot, Overrides]]) -> int:
+def _start(engines: Sequence[Engine], at: Address, wanted: Callable[[], tuple[Snapshot, Overrides]]) -> int:
     import uvloop
 
-    from headrace.protocol.http_listener import CannotListen, listen
+    from headrace.protocol.http_listener import CannotListen, listen, next_free_port
     from headrace.server.run import USUAL_PORT, configure_logging, leave_soon
 
     configure_logging(engines[0].server.uvicorn_log_level)
     with contextlib.ExitStack() as stack:
+        listeners: list[socket.socket] = []
         try:
-            listeners = [
-                stack.enter_context(contextlib.closing(listen(e.server.host, e.server.port, USUAL_PORT)))
-                for e in engines
-            ]
+            for e in engines:
+                opened = listen(e.server.host, e.server.port, USUAL_PORT)
+                listeners.append(stack.enter_context(contextlib.closing(opened)))
+            listener = stack.enter_context(contextlib.closing(listen(at.host, at.port, GATEWAY_PORT, "gateway-")))
         except CannotListen as error:
+            if len(listeners) == len(engines) and any(e.server.port == at.port for e in engines):
+                free = next_free_port(at.host, at.port)
+                return _failed(f"Port {at.port} is the engine's and the gateway's: use --gateway-port {free}.")
             return _failed(error)
-        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, wanted, stack)))
+        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, wanted, listener, stack)))
         leave_soon(status)
         return status
 
@@ -231,23 +246,23 @@ def _failed(error: Exception | str) -> int:
     return 1
 
 
-def _open_gateway(wanted: Callable[[], tuple[Snapshot, Overrides]], stack: contextlib.ExitStack) -> Gateway | int:
-    """The `wanted` gateway, closed with `stack`; the exit status after its mistakes have been printed. Blocks."""
+def _open_gateway(
+    wanted: Callable[[], tuple[Snapshot, Overrides]], listener: socket.socket, stack: contextlib.ExitStack
+) -> Gateway | int:
+    """The `wanted` gateway behind `listener`, closed with `stack`; the exit status after its mistakes have been
+    printed. Blocks."""
     from headrace.config.errors import ConfigError
     from headrace.gateway.config_load import InvalidConfig
     from headrace.gateway.logs import GatewayLog
     from headrace.gateway.redact import Redactor
-    from headrace.gateway.run import USUAL_PORT, open_ledger_at, secrets_of
-    from headrace.protocol.http_listener import CannotListen, listen
+    from headrace.gateway.run import open_ledger_at, secrets_of
 
     try:
         snapshot, overrides = wanted()
-        at = snapshot.listen
-        listener = stack.enter_context(contextlib.closing(listen(at.host, at.port, USUAL_PORT)))
-        ledger = stack.enter_context(contextlib.closing(open_ledger_at(at)))
+        ledger = stack.enter_context(contextlib.closing(open_ledger_at(snapshot.listen)))
     except InvalidConfig as error:
         return _refused(error.problems)
-    except (CannotListen, ConfigError) as error:
+    except ConfigError as error:
         return _failed(error)
     log = stack.enter_context(contextlib.closing(GatewayLog(redactor=Redactor(secrets_of(snapshot)))))
     return Gateway(snapshot, overrides, listener, ledger, log)

@@ -32,7 +32,7 @@ class SentKey(msgspec.Struct, frozen=True):
 
 
 def sent_key(headers: Mapping[bytes, bytes], page: str | None) -> SentKey:
-    """The key in `headers` (names in lower case). Raises ApiError (401) when there is none to read; `page` is where keys are made."""
+    """The key in `headers` (names in lower case). Raises ApiError (401), naming `page`, when there is none to read."""
     authorization = _clean(headers.get(b"authorization", b""))
     found, problem = _bearer(authorization) if authorization else (b"", None)
     others: list[bytes] = []

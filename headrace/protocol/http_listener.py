@@ -12,17 +12,19 @@ class CannotListen(Exception):
     """The address is taken or not ours; the message names one that would work."""
 
 
-def listen(host: str, port: int, usual_port: int) -> socket.socket:
+def listen(host: str, port: int, usual_port: int, flags: str = "") -> socket.socket:
     """A listening socket whose connections send small pieces at once. Raises CannotListen.
 
-    `usual_port` is advised where `port` needs special rights.
+    `usual_port` is advised where `port` needs special rights. `flags` is how those that set the address begin, as
+    `--gateway-port` does with "gateway-".
     """
+    here = f"Use --{flags}host 127.0.0.1."
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise CannotListen(f"The host {host!r} is not known: {error.strerror}. Use --host 127.0.0.1.") from None
+        raise CannotListen(f"The host {host!r} is not known: {error.strerror}. {here}") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit this; asyncio leaves it off for a listener that it is handed, which costs 40 ms.
@@ -32,13 +34,15 @@ def listen(host: str, port: int, usual_port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except PermissionError:
         listener.close()
-        raise CannotListen(f"Port {port} needs special rights. Use --port {usual_port}.") from None
+        raise CannotListen(f"Port {port} needs special rights. Use --{flags}port {usual_port}.") from None
     except OSError as error:
         listener.close()
         free = next_free_port(host, port)
         if free is None:
-            raise CannotListen(f"Cannot listen on {host}:{port}: {error.strerror}. Use --host 127.0.0.1.") from None
-        raise CannotListen(f"Port {port} on {host} is in use. Use --port {free}, or end what listens there.") from None
+            raise CannotListen(f"Cannot listen on {host}:{port}: {error.strerror}. {here}") from None
+        raise CannotListen(
+            f"Port {port} on {host} is in use. Use --{flags}port {free}, or end what listens there."
+        ) from None
     listener.setblocking(False)
     return listener
 

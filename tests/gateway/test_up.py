@@ -16,6 +16,8 @@ import openai
 import psutil
 import pytest
 
+from headrace.cli.up import GATEWAY_HOST, GATEWAY_PORT
+from headrace.gateway.snapshot import Listen
 from tests.batch_files import asking, read_lines
 from tests.serving import HEADRACE, _limit_memory, free_port
 from tests.tiny_models import tiny_llama
@@ -180,13 +182,40 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, words: list[str], sa
     assert "Traceback" not in result.stderr
 
 
-def test_a_taken_gateway_port_is_said_before_anything_is_loaded(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("file", [False, True])
+def test_a_gateway_that_cannot_listen_is_said_before_anything_is_loaded(
+    tmp_path: Path, model: Path, file: bool
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        words = [str(HEADRACE), "up", str(model), "--port", "0", "--gateway-port", port, "--data-dir", str(tmp_path)]
-        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1
-    assert port in result.stderr
-    assert "Loading" not in result.stderr
+        port = int(taken.getsockname()[1])
+        same = free_port()
+        cases = [
+            (free_port(), "127.0.0.1", port, f"Port {port} on 127.0.0.1 is in use. Use --gateway-port "),
+            (same, "127.0.0.1", same, f"Port {same} is the engine's and the gateway's: use --gateway-port "),
+            (same, "0.0.0.0", same, f"Port {same} is the engine's and the gateway's: use --gateway-port "),
+            (same, "no.such.invalid", 0, "The host 'no.such.invalid' is not known"),
+        ]
+        for engine, host, gateway, said in cases[: 2 if file else 4]:
+            if file:
+                (tmp_path / "headrace.toml").write_text(
+                    f'[server]\nhost = "{host}"\nport = {gateway}\n[engine.one]\nmodel = "{model}"\nport = {engine}\n'
+                )
+                words = ["--config", str(tmp_path / "headrace.toml")]
+            else:
+                words = [str(model), "--port", str(engine), "--gateway-host", host, "--gateway-port", str(gateway)]
+            result = subprocess.run(
+                [str(HEADRACE), "up", *words, "--data-dir", str(tmp_path / "data")],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert result.returncode == 1
+            assert result.stderr.startswith(f"headrace up: {said}"), result.stderr
+            assert len(result.stderr.splitlines()) == 1, "nothing was loaded"
+            assert not (tmp_path / "data").exists()
+
+
+def test_the_gateway_s_usual_address_is_the_one_its_settings_have() -> None:
+    assert (Listen().host, Listen().port) == (GATEWAY_HOST, GATEWAY_PORT)
