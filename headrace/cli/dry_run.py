@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from headrace.protocol.ipc import EngineInfo
 
 EMBEDDING = "model.embed_tokens.weight"
+WORKED_OUT = (
+    "device",
+    "dtype",
+    "kernels",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "step_time_target_s",
+    "threads",
+)
+"""Settings that a start decides, under the same names in EngineSettings and EngineInfo."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -111,9 +124,11 @@ def _native_weight_bytes(files: ModelFiles, dtype: str) -> int:
     return total
 
 
-def shown_settings(launch: Launch) -> tuple[dict[str, object], dict[str, object]]:
-    """The effective settings of engine and server, keys hidden and a template shortened to its length."""
+def shown_settings(launch: Launch, info: EngineInfo) -> tuple[dict[str, object], dict[str, object]]:
+    """The effective settings of engine and server: what flags leave open as it was worked out, keys hidden and a
+    template shortened to its length."""
     engine: dict[str, object] = msgspec.to_builtins(launch.engine)
+    engine |= {name: getattr(info, name) for name in WORKED_OUT}
     server: dict[str, object] = msgspec.to_builtins(launch.server)
     server["api_keys"] = [f"{key[:3]}..." if len(key) > 12 else "..." for key in launch.server.api_keys]
     if launch.server.chat_template is not None:

@@ -79,7 +79,7 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
         errors.append(str(error))
     if errors:
         return _refuse(command, errors, notices, as_json=as_json)
-    engine, server = shown_settings(launch)
+    engine, server = shown_settings(launch, info)
     if as_json:
         startup = {
             **msgspec.to_builtins(info),

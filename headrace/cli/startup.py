@@ -69,8 +69,9 @@ def log_lines(info: EngineInfo, engine: EngineSettings) -> list[str]:
     """The lines that guides tell people to look for, with the real numbers."""
     if not info.num_blocks:
         return []
+    share = engine.gpu_memory_utilization
     return [
-        f"GPU memory utilization: {engine.gpu_memory_utilization:.2f}",
+        f"GPU memory utilization: {share:.2f}" if share >= 0.01 else f"GPU memory utilization: {share:g}",
         f"Available KV cache memory: {info.kv_cache_bytes / GIB:.2f} GiB",
         f"KV cache size: {info.num_blocks} blocks",
         f"GPU KV cache size: {info.kv_cache_tokens:,} tokens",

@@ -155,7 +155,7 @@ REAL_FLAGS: tuple[Flag, ...] = (
         "Longest prompt plus answer in tokens; lower it to save memory. 8k is 8,000, 8K is 8,192, auto is what fits.",
         MEMORY,
         default="auto",
-        minimum=1,
+        minimum=2,
         example="8192",
     ),
     Flag("block-size", "int", "Tokens in one block of the KV cache; seldom worth changing.", MEMORY, minimum=1),

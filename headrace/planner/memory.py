@@ -40,6 +40,9 @@ SWAP_SPACE_BYTES = {"cpu": 0, "cuda": 4 * GIB}
 MOST_OF_THE_HOST = 0.7
 """Of the memory at hand, what a GPU's swap space may take: the server and other programs need some too."""
 
+SHORTEST = 2
+"""Tokens of a request at least: one of the prompt and one of the answer."""
+
 HIGHEST_UTILIZATION = 0.98
 """Never advise more: the driver and short-lived buffers need the rest."""
 
@@ -119,8 +122,8 @@ def plan_memory(
             longest = block_bytes * blocks.most_held(wanted_len or 0)
             pool_bytes = min(pool_bytes, max(CPU_KV_CACHE_BYTES, longest))
     num_blocks = max(0, pool_bytes) // block_bytes
-    if num_blocks < len(windows):
-        raise ConfigError(_no_block(settings, room, len(windows)))
+    if num_blocks < max(len(windows), blocks.most_held(SHORTEST)):
+        raise ConfigError(_no_block(settings, room, max(len(windows), blocks.most_held(wanted_len or SHORTEST))))
 
     if wanted_len is None:
         max_model_len = blocks.longest(num_blocks, config.max_position_embeddings)
@@ -140,6 +143,11 @@ def plan_memory(
             block_of_8_bits = config.kv_bytes_per_token("fp8_e4m3") * block_size
             raise ConfigError(_too_long(settings, room, wanted_len, blocks, num_blocks, block_of_8_bits))
         max_model_len = wanted_len
+    if max_model_len < SHORTEST:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, and a prompt and its answer need {SHORTEST} tokens at least. "
+            f"Use --max-num-batched-tokens {MAX_NUM_BATCHED_TOKENS[device]}, or drop --no-enable-chunked-prefill."
+        )
 
     if not settings.enable_chunked_prefill and max_model_len > batched_tokens:
         raise ConfigError(
@@ -184,9 +192,8 @@ def _plan_encoder(config: ModelConfig, settings: EngineSettings, fixed_bytes: in
     if needed_bytes > allowed_bytes:
         raise ConfigError(
             f"The model and the buffers of a step take {_gib(needed_bytes)} GiB, more than the "
-            f"{_gib(allowed_bytes)} GiB that gpu_memory_utilization {settings.gpu_memory_utilization:.2f} allows of "
-            f"{_gib(available_bytes)} GiB. "
-            f"Free memory, or use a smaller --max-num-batched-tokens than {batched_tokens}."
+            f"{_gib(allowed_bytes)} GiB that gpu_memory_utilization {_share(settings.gpu_memory_utilization)} allows "
+            f"of {_gib(available_bytes)} GiB. Free memory, or use a smaller --max-num-batched-tokens than {batched_tokens}."
         )
     return MemoryPlan(
         num_blocks=0,
@@ -276,19 +283,22 @@ def _exact_pool(wanted_bytes: int, room: _Room) -> int:
     )
 
 
-def _no_block(settings: EngineSettings, room: _Room, num_groups: int) -> str:
-    some_bytes = 16 * num_groups * room.block_bytes
+def _no_block(settings: EngineSettings, room: _Room, least_blocks: int) -> str:
     if settings.kv_cache_memory_bytes is not None:
+        least_bytes = least_blocks * room.block_bytes
+        length = settings.max_model_len
+        request = "a request" if length is None else f"a request of --max-model-len {length} tokens"
         return (
-            "No available memory for the cache blocks: a request takes at least "
-            f"{num_groups * room.block_bytes} bytes and --kv-cache-memory-bytes is {settings.kv_cache_memory_bytes}. "
-            f"Use --kv-cache-memory-bytes {some_bytes} or more."
+            f"No available memory for the cache blocks: {request} takes at least {least_bytes} bytes and "
+            f"--kv-cache-memory-bytes is {settings.kv_cache_memory_bytes}. "
+            f"Use --kv-cache-memory-bytes {least_bytes} or more."
         )
+    some_bytes = 16 * least_blocks * room.block_bytes
     better = room.utilization_for(some_bytes)
     facts = (
         f"No available memory for the cache blocks: weights and buffers take {_gib(room.fixed_bytes)} GiB of the "
         f"{_gib(int(room.utilization * room.available_bytes))} GiB that gpu_memory_utilization "
-        f"{room.utilization:.2f} allows of {_gib(room.available_bytes)} GiB. "
+        f"{_share(room.utilization)} allows of {_gib(room.available_bytes)} GiB. "
     )
     if better is not None:
         return facts + f"Try increasing `gpu_memory_utilization`: --gpu-memory-utilization {better:.2f} would do."
@@ -320,6 +330,10 @@ def _too_long(
 
 def _number(count: int) -> str:
     return "one" if count == 1 else str(count)
+
+
+def _share(part: float) -> str:
+    return f"{part:.2f}" if part >= 0.01 else f"{part:g}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -317,6 +317,12 @@ def test_the_start_prints_the_lines_that_guides_look_for() -> None:
         assert said in text
 
 
+@pytest.mark.parametrize(("share", "shown"), [(0.9, "0.90"), (0.01, "0.01"), (0.001, "0.001"), (1.0, "1.00")])
+def test_a_small_share_of_the_memory_is_not_shown_as_none(share: float, shown: str) -> None:
+    lines = block_lines(INFO, EngineSettings(model="m", gpu_memory_utilization=share))
+    assert f"GPU memory utilization: {shown}" in lines
+
+
 def test_piped_output_is_plain() -> None:
     out = io.StringIO()
     print_block(INFO, EngineSettings(model="m"), out)

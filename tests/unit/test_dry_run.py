@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.dry_run import WORKED_OUT
 from headrace.cli.main import main
 from tests.tiny_models import tiny_llama
 
@@ -66,3 +67,16 @@ def test_a_broken_template_of_the_model_s_own_is_left_out_with_a_note(tmp_path: 
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "{% if"}))
     assert dry_run(tmp_path) == 0
     assert "Note: The model's own template is left out: the chat template does not parse" in capsys.readouterr().out
+
+
+def test_the_effective_settings_are_those_that_a_start_would_have(tmp_path: Path, capsys: Capture) -> None:
+    assert dry_run(tiny_llama(tmp_path), "--json", "--kv-cache-memory-bytes", "96K") == 0
+    answer = json.loads(capsys.readouterr().out)
+    engine, startup = answer["engine"], answer["startup"]
+    assert "max_model_len is 192" in " ".join(startup["notes"])
+    assert engine["max_model_len"] == startup["max_model_len"] == 192
+    for name in WORKED_OUT:
+        assert engine[name] == startup[name] != "auto", name
+        assert engine[name] is not None, name
+    assert dry_run(tmp_path) == 0
+    assert "  max_model_len = 512\n" in capsys.readouterr().out

@@ -189,12 +189,33 @@ def test_the_longest_request_is_bounded_by_the_layers_that_see_everything():
     assert plan(config=only_windows, kv_cache_memory_bytes=25 * BLOCK).max_model_len == 131_072
 
 
-def test_a_cache_without_a_block_for_every_group_is_refused_with_one_that_has_them():
-    model = windowed(*(True, True, False) * 10)
-    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes (\d+) or more") as error:
-        plan(config=model, kv_cache_memory_bytes=2 * BLOCK // 3)
-    enough = int(str(error.value).split("Use --kv-cache-memory-bytes ")[1].split()[0])
-    assert plan(config=model, kv_cache_memory_bytes=enough).num_blocks == 3 * 16
+@pytest.mark.parametrize("config", [SMOLLM2, windowed(*(True, True, False) * 10), windowed(*(True,) * 30)])
+@pytest.mark.parametrize("block_size", [None, 1, 16])
+@pytest.mark.parametrize("length", [None, 2, 100])
+def test_a_cache_that_holds_no_request_is_refused_with_the_least_that_does(
+    config: ModelConfig, block_size: int | None, length: int | None
+) -> None:
+    flags = {"config": config, "block_size": block_size, "max_model_len": length}
+    with pytest.raises(ConfigError, match="takes at least") as error:
+        plan(**flags, kv_cache_memory_bytes=1)
+    said = str(error.value)
+    enough = int(said.split("Use --kv-cache-memory-bytes ")[1].split()[0])
+    assert f"takes at least {enough} bytes" in said
+    assert plan(**flags, kv_cache_memory_bytes=enough).max_model_len >= 2
+    with pytest.raises(ConfigError, match=rf"Use --kv-cache-memory-bytes {enough}\b"):
+        plan(**flags, kv_cache_memory_bytes=enough - 1)
+
+
+def test_a_small_share_of_the_memory_is_told_as_it_is():
+    with pytest.raises(ConfigError, match=r"that gpu_memory_utilization 0\.001 allows"):
+        plan(gpu_memory_utilization=0.001)
+
+
+def test_a_step_that_holds_no_prompt_and_answer_is_refused_without_chunked_prefill():
+    flags = {"enable_chunked_prefill": False, "max_num_seqs": 1}
+    with pytest.raises(ConfigError, match=r"need 2 tokens at least\. Use --max-num-batched-tokens 256"):
+        plan(**flags, max_num_batched_tokens=1)
+    assert plan(**flags, max_num_batched_tokens=2).max_model_len == 2
 
 
 def test_swap_space_is_real_memory_beside_a_gpu_and_in_whole_blocks():
