@@ -45,10 +45,10 @@ def accept_tokens(seq: Sequence, sampled: Sampled) -> Accepted:
     return Accepted(len(sampled.token_ids))
 
 
-def output_of(
-    seq: Sequence, sampled: Sampled, accepted: Accepted, prompt_logprobs: list[TokenLogprobs] | None, *, is_first: bool
-) -> SequenceOutput:
-    """What the sequence's reader is told of accepted tokens; with the `is_first` ones, how they came."""
+def taken_in(seq: Sequence, sampled: Sampled, prompt_logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
+    """The tokens accepted, and what the sequence's reader is told of them; with the first ones, how they came."""
+    is_first = len(seq.token_ids) == seq.num_prompt_tokens
+    accepted = accept_tokens(seq, sampled)
     return SequenceOutput(
         request_id=seq.name,
         index=seq.index,
@@ -64,6 +64,10 @@ def output_of(
         queue_s=(seq.queue_s or 0.0) if is_first else 0.0,
         num_preemptions=seq.num_preemptions,
     )
+
+
+def scores_of(seq: Sequence, prompt_logprobs: list[TokenLogprobs]) -> SequenceOutput:
+    return SequenceOutput(request_id=seq.name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs)
 
 
 def failed(seq: Sequence, index: int, message: str) -> SequenceOutput:

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Literal
 
-from headrace.engine.accept import accept_tokens, failed, output_of, unreported
+from headrace.engine.accept import failed, scores_of, taken_in, unreported
 from headrace.engine.admission import Refusal, SchedulerSettings, refusal
 from headrace.engine.background import BackgroundShare
 from headrace.engine.block_hash import domain_digest
@@ -436,16 +436,12 @@ class Scheduler:
             if step.samples:
                 if entry is None or entry.seq_id != seq_id:
                     raise RuntimeError(f"step {plan.step} gave no token for sequence {seq_id}, which samples")
-                is_first = len(seq.token_ids) == seq.num_prompt_tokens
-                accepted = accept_tokens(seq, entry)
-                if accepted.finish_reason is not None:
+                output = taken_in(seq, entry, prompt_logprobs)
+                if output.finish_reason is not None:
                     self._end(seq)
-                outputs.append(output_of(seq, entry, accepted, prompt_logprobs, is_first=is_first))
+                outputs.append(output)
             elif prompt_logprobs:
-                scores = SequenceOutput(
-                    request_id=seq.name, index=seq.index, token_ids=[], prompt_logprobs=prompt_logprobs
-                )
-                outputs.append(scores)
+                outputs.append(scores_of(seq, prompt_logprobs))
         self.step_time.observe((rows, pairs), result.seconds)
         self._last_step = (plan.step, rows - num_decodes, num_decodes)
         if plan.saves or num_loaded:
