@@ -198,7 +198,7 @@ class EngineCore:
                 logger.warning("Step %d failed (%s); it is done in parts.", plan.step, one_line(error))
                 return [output for part in parts(plan, guilty) for output in self._execute(part)]
             logger.exception("Step %d failed and %d sequences with it.", plan.step, len(plan.steps))
-            return self._scheduler.fail(plan, f"The engine failed on this request: {one_line(error)}")
+            return self._scheduler.fail(plan, told(error))
         return self._scheduler.update(plan, result)
 
     def _allocate(self, memory_bytes: int, taken_bytes: int) -> MemoryPlan:
@@ -267,6 +267,16 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
             )
         )
     return divided
+
+
+def told(error: BaseException) -> str:
+    """Why a request failed, for its client."""
+    if isinstance(error, BrokenSequences):
+        return (
+            "The model computed values that are not numbers (NaN) for this request. If others fail like this, its "
+            "weights are damaged or its --dtype is too small for them: --dtype float32 holds everything."
+        )
+    return f"The engine failed on this request: {one_line(error)}"
 
 
 def one_line(error: BaseException) -> str:

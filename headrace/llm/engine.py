@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,15 @@ from headrace.config.flag_table import ADDRESS, FLAG_BY_NAME
 from headrace.config.flags import canonical
 from headrace.config.load import load_given
 from headrace.core import EngineCore
+from headrace.llm.arguments import (
+    Messages,
+    Params,
+    Prompt,
+    many_conversations,
+    many_prompts,
+    one_each,
+    text_and_ids,
+)
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.params import SamplingParams
 from headrace.llm.pooling import (
@@ -53,11 +62,6 @@ logger = logging.getLogger("headrace.llm")
 
 QUEUED_REQUESTS = 32
 """Prompts that are ready while as many run as the engine takes at once."""
-
-Prompt = str | Sequence[int] | Mapping[str, object]
-"""A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
-Messages = list[dict[str, object]]
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -133,8 +137,8 @@ class LLM:
         the others are not disturbed. Raises ValueError naming the prompt that cannot be served; what was in work is
         then stopped.
         """
-        many, total = _as_many(prompts)
-        params = _one_each(sampling_params, total, self.get_default_sampling_params)
+        many, total = many_prompts(prompts)
+        params = one_each(sampling_params, total, self.get_default_sampling_params)
         priorities = self._priorities(priority, total)
         return self._run(self._jobs(many, params, priorities), total, use_tqdm)
 
@@ -169,9 +173,7 @@ class LLM:
             if "documents" not in template.source:
                 raise ValueError("LLM.chat: documents would have no effect: the chat template does not quote any.")
             variables["documents"] = documents
-        whole = list(messages) if not isinstance(messages, list) else messages
-        one = bool(whole) and isinstance(whole[0], dict)
-        conversations: Sequence[Any] = [whole] if one else whole
+        conversations = many_conversations(messages)
         calls = tool_formats.detected(template.source) or tool_formats.FORMATS["hermes"]
 
         def rendered() -> Iterator[Prompt]:
@@ -188,7 +190,7 @@ class LLM:
                 yield {"prompt": text, "prompt_token_ids": self._tokenizer.encode_chat(text)}
 
         total = len(conversations)
-        params = _one_each(sampling_params, total, self.get_default_sampling_params)
+        params = one_each(sampling_params, total, self.get_default_sampling_params)
         return self._run(self._jobs(rendered(), params, itertools.repeat(0)), total, use_tqdm)
 
     def embed(
@@ -199,7 +201,7 @@ class LLM:
         Raises ValueError naming the prompt that cannot be served, and where the model generates text.
         """
         with self._lock:
-            results = self._pooling().pool(list(_as_many(prompts)[0]), pooling_params, "embed", use_tqdm)
+            results = self._pooling().pool(list(many_prompts(prompts)[0]), pooling_params, "embed", use_tqdm)
         return [
             EmbeddingRequestOutput(str(number), EmbeddingOutput(result.values), result.token_ids)
             for number, result in enumerate(results)
@@ -218,7 +220,7 @@ class LLM:
         with self._lock:
             pooling = self._pooling()
             task = pooling_task or pooling.pooler.task
-            results = pooling.pool(list(_as_many(prompts)[0]), pooling_params, task, use_tqdm)
+            results = pooling.pool(list(many_prompts(prompts)[0]), pooling_params, task, use_tqdm)
         return [
             PoolingRequestOutput(
                 str(number), PoolingOutput(result.rows if task == "token_embed" else result.values), result.token_ids
@@ -321,24 +323,18 @@ class LLM:
 
     def _read(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
         """The text, where there is one, and the token ids, of which the first `limit` are kept."""
-        text: object = None
-        token_ids: object = prompt
-        if isinstance(prompt, str):
-            text, token_ids = prompt, None
-        elif isinstance(prompt, Mapping):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if isinstance(text, str) and token_ids is None:
+        text, token_ids = text_and_ids(prompt)
+        if token_ids is None:
+            assert text is not None
             if limit is None:
                 token_ids = self._tokenizer.encode(text, add_special_tokens=True)
             else:
                 token_ids = self._tokenizer.encode_within(text, limit, "right")
-        if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-            raise ValueError("a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.")
-        ids = [int(token_id) for token_id in token_ids][:limit]
+        ids = token_ids[:limit]
         if not ids:
             raise ValueError("it is empty; there is nothing to continue.")
         check_token_ids("prompt", ids, self._limits.vocab_size)
-        return text if isinstance(text, str) else None, ids
+        return text, ids
 
     def _run(self, jobs: Iterator[Job], total: int | None, use_tqdm: bool) -> list[RequestOutput]:
         with self._lock, BatchProgress(total, shown=use_tqdm) as progress:
@@ -398,24 +394,3 @@ class LLM:
         if refused is not None:
             raise ValueError(f"prompt {number}: {refused.message}")
         return OpenRequest(request_id, job, self._tokenizer)
-
-
-def _as_many(prompts: Prompt | Iterable[Prompt]) -> tuple[Iterable[Any], int | None]:
-    """The prompts one by one, and how many there are where that is known."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts], 1
-    if isinstance(prompts, Sequence):
-        if prompts and all(isinstance(item, int) for item in prompts):
-            return [prompts], 1
-        return prompts, len(prompts)
-    return prompts, None
-
-
-def _one_each(params: Params, total: int | None, default: Callable[[], SamplingParams]) -> Iterator[SamplingParams]:
-    if params is None:
-        return itertools.repeat(default())
-    if isinstance(params, SamplingParams):
-        return itertools.repeat(params)
-    if total is not None and len(params) != total:
-        raise ValueError(f"{total} prompts, but {len(params)} sampling_params; give one, or one for each prompt.")
-    return iter(params)

@@ -65,6 +65,8 @@ class SamplingParams:
     logits_processors: object = None
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         for name in _UNBUILT:
             if getattr(self, name):
                 raise ValueError(f"SamplingParams: {name} is not supported yet.")
@@ -106,8 +108,8 @@ class SamplingParams:
     ) -> ipc.SamplingParams:
         """For one prompt; `special_tokens` are the tokenizer's. Raises ApiError."""
         logprobs = self.logprobs
-        if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= limits.max_logprobs):
-            raise ApiError(400, f"`logprobs` must be between 0 and {limits.max_logprobs}, but it is {logprobs}.")
+        if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= limits.max_logprobs):
+            raise ApiError(400, f"`logprobs` must be between 0 and {limits.max_logprobs}, but it is {logprobs!r}.")
         if self.logprob_token_ids and logprobs is None:
             logprobs = 0
         return sampling_params(
@@ -122,6 +124,17 @@ class SamplingParams:
             bad_words=bad_words,
             grammar=asked_grammar(fields, special_tokens, style),
         )
+
+
+def _plain(value: object) -> object:
+    """Numbers and arrays of numpy and torch as Python's own."""
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
 
 
 _SHARED = frozenset(SamplingParams.__dataclass_fields__) & frozenset(SamplingFields.__struct_fields__)

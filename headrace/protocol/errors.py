@@ -8,6 +8,7 @@ level for people who print the body and read `message`. Statuses and codes are t
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -48,7 +49,7 @@ class ApiError(Exception):
 
 def quoted(value: object) -> str:
     """A value as JSON for an error message, shortened: the reader must recognise it, not read all of it."""
-    text = _encode(value).decode()
+    text = str(value) if isinstance(value, float) and not math.isfinite(value) else _encode(value).decode()
     return text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "..."
 
 

@@ -203,6 +203,7 @@ def hurts_one(core: EngineCore, says: str) -> dict[str, list[int]]:
     failed = got.pop("guilty")[-1]
     assert failed.finish_reason == "error"
     assert says in failed.error
+    assert "BrokenSequences" not in failed.error, "a name of ours, of which the client knows nothing"
     return {name: tokens(outputs) for name, outputs in got.items()}
 
 

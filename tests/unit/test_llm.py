@@ -6,9 +6,10 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
@@ -266,3 +267,78 @@ def test_a_grammar_that_cannot_be_used_names_its_prompt(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt 1: .*(?s:.*)unclosed group"):
         quiet(llm, ["x", "y"], [GREEDY, bad])
     assert len(quiet(llm, ["x"])) == 1
+
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda llm: llm.generate(None), "prompts are a text, a list of token ids, or a dict"),
+        (lambda llm: llm.generate(b"abc"), "this is of type bytes"),
+        (lambda llm: llm.generate([b"abc"]), "prompt 0: a prompt is a text, .* and not of type bytes"),
+        (lambda llm: llm.generate(5), "this is of type int"),
+        (lambda llm: llm.generate(["a", None]), "prompt 1: a prompt is .* and not None"),
+        (lambda llm: llm.generate([[1, 2.5]]), "prompt 0: token ids are integers, but one is of type float"),
+        (lambda llm: llm.generate([[True]]), "prompt 0: token ids are integers, but one is of type bool"),
+        (lambda llm: llm.generate([["1"]]), "prompt 0: token ids are integers, but one is of type str"),
+        (lambda llm: llm.generate({}), "prompt 0: a prompt is a text"),
+        (lambda llm: llm.generate({"prompt": 5}), "`prompt` is a text, and not of type int"),
+        (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {}}), "a prompt has no multi_modal_data"),
+        (lambda llm: llm.generate("x", {"temperature": 0}), "sampling_params is a SamplingParams, .* type dict"),
+        (lambda llm: llm.generate("x", [{"temperature": 0}]), "a SamplingParams for each prompt, not of type dict"),
+        (lambda llm: llm.generate("x", "greedy"), "sampling_params is a SamplingParams, .* type str"),
+        (lambda llm: llm.chat("hi"), r'messages are a list of dicts such as \{"role": "user"'),
+        (lambda llm: llm.chat(None), "this is None"),
+        (lambda llm: llm.chat(USER[0]), "this is of type dict"),
+        (lambda llm: llm.chat(["hi"]), "conversation 0 is of type str"),
+        (lambda llm: llm.chat([*USER, "hi"]), "message 1 is of type str"),
+        (lambda llm: llm.chat([USER, 5]), "conversation 1 is of type int"),
+        (lambda llm: llm.chat(USER, {"temperature": 0}), "sampling_params is a SamplingParams, .* type dict"),
+    ],
+)
+def test_what_is_no_prompt_conversation_or_parameters_is_refused_naming_the_forms(
+    llm: LLM, call: Callable[[LLM], object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        call(llm)
+
+
+def test_numbers_and_arrays_of_numpy_are_numbers_and_lists(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=np.float32(0),
+        max_tokens=np.int64(4),
+        seed=np.uint32(7),
+        stop_token_ids=np.array([200]),
+        logit_bias={np.int64(65): np.float64(2.0)},
+        logprobs=np.int32(1),
+        n=np.int8(1),
+        ignore_eos=np.bool_(True),
+    )
+    plain = SamplingParams(
+        temperature=0, max_tokens=4, seed=7, stop_token_ids=[200], logit_bias={65: 2.0}, logprobs=1, ignore_eos=True
+    )
+    assert params == plain
+    ids = np.array([65, 66, 67])
+    assert quiet(llm, [list(ids)], params)[0].outputs == quiet(llm, [[65, 66, 67]], plain)[0].outputs
+    assert len(quiet(llm, list(ids), params)) == 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none_is_called_by_its_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*, but it is {value}\."):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("value", [1.5, "2", True, -1])
+def test_logprobs_are_counted(value: object) -> None:
+    with pytest.raises(ValueError, match="`logprobs` must be between 0"):
+        SamplingParams(logprobs=value)  # type: ignore[arg-type]
+
+
+def test_many_answers_to_many_prompts_fill_no_queue(model: Path) -> None:
+    small = LLM(str(model), max_model_len=64, kv_cache_memory_bytes="4M", max_num_seqs=2, max_num_queued_reqs=1)
+    answers = small.generate(PROMPTS, SamplingParams(n=6, max_tokens=2, seed=1, ignore_eos=True), use_tqdm=False)
+    assert [len(answer.outputs) for answer in answers] == [6] * 4
