@@ -2,11 +2,11 @@
 //
 //     x ~ q_x * scale_x     w = q * scale + offset     sum += (q . q_x) * scale * scale_x + offset * sum(q_x) * scale_x
 //
-// The integer sum of a group is exact; the float sums are one chain over the groups, in their order.
+// The integer sum of a group is exact; the float sums are one chain over the groups, in their order, and one over what
+// follows.
 //
 // Inputs of 8 bits are few for a group in which one stands out, and in language models some do: two thirds of a norm's
-// error lie in one group of 18. So that one has no part in the group's scale; it is multiplied as the float it is, before
-// the groups.
+// error lie in one group of 18. So that one has no part in the group's scale; it is multiplied as the float it is.
 //
 //     x  0.3 -40 1.1 0.7   ->   q_x  35 0 127 81   single -40.0     (without that 1.1 would be 3)
 #pragma once
@@ -298,14 +298,39 @@ struct IntProduct {
   const Single *singles, *singles_end;
 };
 
-// `start`: what the totals start with, [kPanels][kRowsPerItem][16]; null: zeros.
+// sums [rows][16] of the inputs that are multiplied on their own with a panel.
+template <class Dot>
+__attribute__((noinline)) static void add_singles(const IntProduct& t, int64_t rows, int64_t panel, float* sums) {
+  const PackedMatrix& m = *t.m;
+  const uint8_t* w = m.values + panel * static_cast<int64_t>(m.panel_bytes);
+  const Vec zero = broadcast(static_cast<float>(m.zero));
+  const bool half_scales = m.half_scales;
+  for (int64_t r = 0; r < rows; r++) store(sums + r * kPanel, broadcast(0.0f));
+  Vec weight = zero;
+  int32_t index = -1;
+  for (const Single* single = t.singles; single != t.singles_end; single++) {
+    if (single->index != index) {
+      index = single->index;
+      const Vec scale = load_numbers(m.scales, half_scales, panel * m.groups + single->group);
+      weight = mul(sub(Dot::weight(w, index), zero), scale);
+    }
+    float* sum = sums + single->row * kPanel;
+    store(sum, fma(broadcast(single->input), weight, load(sum)));
+  }
+}
+
+// What the tiles of a panel add to their totals: the sums of the singles.
+struct SingleSums {
+  float* sums;  // [panels][kRowsPerItem][16], from the tile's first row on; null: there are none
+  bool late;    // the tile makes them, when the weights it reads have come; else they are there
+};
+
 template <class Dot, int kRows, int kPanels>
-__attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row, int64_t panel, const float* start) {
+__attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row, int64_t panel, SingleSums singles) {
   const PackedMatrix& m = *t.m;
   Vec totals[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++)
-      totals[r][p] = start == nullptr ? broadcast(0.0f) : load(start + (p * kRowsPerItem + r) * kPanel);
+    for (int p = 0; p < kPanels; p++) totals[r][p] = broadcast(0.0f);
   const int64_t panel_bytes = static_cast<int64_t>(m.panel_bytes);
   const uint8_t* w = m.values + panel * panel_bytes;
   const int64_t count = m.groups, group_size = m.group_size, first_number = panel * count;
@@ -332,43 +357,27 @@ __attribute__((noinline)) static void int_tile(const IntProduct& t, int64_t row,
     }
     groups.advance(sizeof(GroupInputs));
   }
+  for (int p = 0; singles.late && p < kPanels; p++)
+    add_singles<Dot>(t, kRows, panel + p, singles.sums + p * kRowsPerItem * kPanel);
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) {
       const int64_t output = (panel + p) * kPanel, left = m.out - output;
+      // Of a row without singles 0 is added whether others have some or not: even that can change a bit, the sign of 0.
       Vec total = totals[r][p];
+      total = HR_ISA::add(total, singles.sums == nullptr ? broadcast(0.0f)
+                                                         : load(singles.sums + (p * kRowsPerItem + r) * kPanel));
       if (t.bias != nullptr) total = HR_ISA::add(total, load_outputs(t.bias + output, left));
       store_outputs(t.y + (row + r) * t.y_stride + output, total, left);
     }
 }
 
 template <class Dot, int kRows>
-static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t end, const float* start) {
+static void int_rows(const IntProduct& t, int64_t row, int64_t panel, int64_t end, SingleSums singles) {
   constexpr int kPanels = int_panels(kRows);
   if (panel + kPanels <= end)
-    int_tile<Dot, kRows, kPanels>(t, row, panel, start);
+    int_tile<Dot, kRows, kPanels>(t, row, panel, singles);
   else
-    int_tile<Dot, kRows, 1>(t, row, panel, start);
-}
-
-// sums [rows][16] of the inputs that are multiplied on their own with a panel.
-template <class Dot>
-static void add_singles(const IntProduct& t, int64_t rows, int64_t panel, float* sums) {
-  const PackedMatrix& m = *t.m;
-  const uint8_t* w = m.values + panel * static_cast<int64_t>(m.panel_bytes);
-  const Vec zero = broadcast(static_cast<float>(m.zero));
-  const bool half_scales = m.half_scales;
-  for (int64_t r = 0; r < rows; r++) store(sums + r * kPanel, broadcast(0.0f));
-  Vec weight = zero;
-  int32_t index = -1;
-  for (const Single* single = t.singles; single != t.singles_end; single++) {
-    if (single->index != index) {
-      index = single->index;
-      const Vec scale = load_numbers(m.scales, half_scales, panel * m.groups + single->group);
-      weight = mul(sub(Dot::weight(w, index), zero), scale);
-    }
-    float* sum = sums + single->row * kPanel;
-    store(sum, fma(broadcast(single->input), weight, load(sum)));
-  }
+    int_tile<Dot, kRows, 1>(t, row, panel, singles);
 }
 
 // Rows first_row .. with panels first .. end - 1; the singles are those of the rows.
@@ -377,13 +386,13 @@ static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, in
   const Heights heights = tile_heights(rows, Dot::kMaxRows);
   const int64_t block = int_panels(1), bytes = block * static_cast<int64_t>(t.m->panel_bytes);
   alignas(64) float sums[int_panels(1) * kRowsPerItem * kPanel];
+  const bool any = t.singles != t.singles_end, late = any && heights.tiles == 1;
   for (int64_t panel = first; panel < end; panel += block) {
-    const bool singles = t.singles != t.singles_end;
-    for (int64_t p = 0; singles && p < block && panel + p < end; p++)
+    for (int64_t p = 0; any && !late && p < block && panel + p < end; p++)
       add_singles<Dot>(t, rows, panel + p, sums + p * kRowsPerItem * kPanel);
     for (int64_t i = 0, row = first_row; i < heights.tiles; i++) {
       const int64_t height = heights.least + (i < heights.taller);
-      const float* start = singles ? sums + (row - first_row) * kPanel : nullptr;
+      const SingleSums singles = {any ? sums + (row - first_row) * kPanel : nullptr, late};
       // Every tile fetches its part of the next panel's weights.
       if (heights.tiles > 1) {
         const uint8_t* next = t.m->values + (panel + block) * static_cast<int64_t>(t.m->panel_bytes);
@@ -391,17 +400,17 @@ static void int_product(const IntProduct& t, int64_t first_row, int64_t rows, in
           __builtin_prefetch(next + at, 0, 2);
       }
       switch (height) {
-        case 1: int_rows<Dot, 1>(t, row, panel, end, start); break;
-        case 2: int_rows<Dot, 2>(t, row, panel, end, start); break;
+        case 1: int_rows<Dot, 1>(t, row, panel, end, singles); break;
+        case 2: int_rows<Dot, 2>(t, row, panel, end, singles); break;
 #if defined(__AVX2__)
-        case 3: int_rows<Dot, 3>(t, row, panel, end, start); break;
-        case 4: int_rows<Dot, 4>(t, row, panel, end, start); break;
-        case 5: int_rows<Dot, 5>(t, row, panel, end, start); break;
-        case 6: int_rows<Dot, 6>(t, row, panel, end, start); break;
+        case 3: int_rows<Dot, 3>(t, row, panel, end, singles); break;
+        case 4: int_rows<Dot, 4>(t, row, panel, end, singles); break;
+        case 5: int_rows<Dot, 5>(t, row, panel, end, singles); break;
+        case 6: int_rows<Dot, 6>(t, row, panel, end, singles); break;
 #endif
 #if defined(__AVX512F__)
-        case 7: int_rows<Dot, 7>(t, row, panel, end, start); break;
-        case 8: int_rows<Dot, 8>(t, row, panel, end, start); break;
+        case 7: int_rows<Dot, 7>(t, row, panel, end, singles); break;
+        case 8: int_rows<Dot, 8>(t, row, panel, end, singles); break;
 #endif
       }
       row += height;
