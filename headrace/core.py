@@ -34,7 +34,7 @@ from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
 from headrace.runtime.core_process import die_with_parent, read_settings
-from headrace.runtime.devices import choose_kernels, instruction_set
+from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes
@@ -124,7 +124,7 @@ class EngineCore:
             gives="text" if settings.pooler is None else settings.pooler.describe(),
             vector_width=0 if settings.pooler is None else files.config.hidden_size,
             phase_seconds=phases.seconds,
-            notes=list(plan.notes),
+            notes=[*plan.notes, *thread_notes(kernels)],
         )
 
     @property

@@ -35,7 +35,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
     from headrace.core import DEFAULT_STEP_TIME_TARGET_S, STEP_TIME_TARGET_S
     from headrace.planner.memory import plan_memory
     from headrace.protocol.ipc import EngineInfo
-    from headrace.runtime.devices import choose_kernels, instruction_set
+    from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
     from headrace.runtime.memory import device_memory_bytes
 
     engine, files = launch.engine, launch.files
@@ -74,7 +74,7 @@ def predicted_info(launch: Launch) -> EngineInfo:
         step_time_target_s=engine.step_time_target_s or target_s,
         gives="text" if engine.pooler is None else engine.pooler.describe(),
         phase_seconds={},
-        notes=list(plan.notes),
+        notes=[*plan.notes, *thread_notes(kernels)],
     )
 
 

@@ -193,7 +193,8 @@ def _plan_encoder(config: ModelConfig, settings: EngineSettings, fixed_bytes: in
         raise ConfigError(
             f"The model and the buffers of a step take {_gib(needed_bytes)} GiB, more than the "
             f"{_gib(allowed_bytes)} GiB that gpu_memory_utilization {_share(settings.gpu_memory_utilization)} allows "
-            f"of {_gib(available_bytes)} GiB. Free memory, or use a smaller --max-num-batched-tokens than {batched_tokens}."
+            f"of {_gib(available_bytes)} GiB. Free memory, or use a smaller --max-num-batched-tokens than "
+            f"{batched_tokens}."
         )
     return MemoryPlan(
         num_blocks=0,

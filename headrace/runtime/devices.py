@@ -60,9 +60,15 @@ def _native_kernels(settings: EngineSettings, config: ModelConfig, threads: int)
     from headrace.kernels.native import NativeKernels
 
     dtype = config.dtype if settings.dtype == "auto" else settings.dtype
-    return NativeKernels(
-        dtype, threads, kv_cache_dtype=settings.kv_cache_dtype, int8_weights=settings.quantization == "int8"
-    )
+    try:
+        return NativeKernels(
+            dtype, threads, kv_cache_dtype=settings.kv_cache_dtype, int8_weights=settings.quantization == "int8"
+        )
+    except MemoryError:
+        raise ConfigError(
+            f"--threads {threads}: so many cannot be started here: a limit of memory or processes is in the way. "
+            f"There are {_cpus()}: use --threads {available_threads()}."
+        ) from None
 
 
 def _reference_kernels(settings: EngineSettings, config: ModelConfig, threads: int, wanted_for: str) -> Kernels:
@@ -121,6 +127,21 @@ def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | No
 def has_gpu() -> bool:
     """Whether the system shows an NVIDIA GPU, without importing torch to ask."""
     return any(Path(place).exists() for place in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))
+
+
+def thread_notes(kernels: Kernels) -> list[str]:
+    """What is to be said of more threads than CPUs."""
+    if kernels.device != "cpu" or kernels.threads <= available_threads():
+        return []
+    return [
+        f"--threads {kernels.threads} on {_cpus()}: threads that wait for one another's CPU make every step slower. "
+        f"--threads {available_threads()} is as many as help."
+    ]
+
+
+def _cpus() -> str:
+    number = available_threads()
+    return f"{number} CPU" if number == 1 else f"{number} CPUs"
 
 
 def available_threads() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 from headrace.cli.dry_run import WORKED_OUT
 from headrace.cli.main import main
+from headrace.runtime.devices import available_threads
+from tests.serving import HEADRACE
 from tests.tiny_models import tiny_llama
 
 Capture = pytest.CaptureFixture[str]
@@ -80,3 +84,30 @@ def test_the_effective_settings_are_those_that_a_start_would_have(tmp_path: Path
         assert engine[name] is not None, name
     assert dry_run(tmp_path) == 0
     assert "  max_model_len = 512\n" in capsys.readouterr().out
+
+
+def test_more_threads_than_cpus_are_noted(tmp_path: Path, capsys: Capture) -> None:
+    usable = available_threads()
+    assert dry_run(tiny_llama(tmp_path), "--threads", str(usable)) == 0
+    assert "--threads" not in capsys.readouterr().out
+    assert dry_run(tmp_path, "--threads", str(usable + 3)) == 0
+    shown = capsys.readouterr().out
+    assert f"Note: --threads {usable + 3} on {usable} CPU" in shown
+    assert f"--threads {usable} is as many as help" in shown
+
+
+def test_threads_that_cannot_be_started_are_one_line(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    words = [str(model), "--threads", "1000", "--kv-cache-memory-bytes", "8M", "--device", "cpu", "--port", "0"]
+    for more in (["--dry-run"], []):
+        result = subprocess.run(
+            [str(HEADRACE), "serve", *words, *more],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)),
+        )
+        assert result.returncode == (2 if more else 1)
+        assert "--threads 1000: so many cannot be started here: " in result.stderr
+        assert f"use --threads {available_threads()}." in result.stderr
+        assert "Traceback" not in result.stderr
