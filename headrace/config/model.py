@@ -22,6 +22,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     family: str
+    architecture: str = ""
+    """As config.json calls it, of a family that is not Headrace's own."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

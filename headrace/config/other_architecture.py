@@ -40,6 +40,7 @@ def other_config(
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     return ModelConfig(
         family=OTHER_FAMILY,
+        architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.size("intermediate_size", 4 * hidden_size),

@@ -6,11 +6,13 @@ own; the reference on a CPU that does not multiply it natively computes in float
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import platform
 from pathlib import Path
 
+from headrace.config.architecture import KNOWN_FAMILIES
 from headrace.config.errors import ConfigError
 from headrace.config.model import ModelConfig
 from headrace.config.other_architecture import OTHER_FAMILY
@@ -27,13 +29,13 @@ PROCESS_CGROUP = Path("/proc/self/cgroup")
 def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
     """The kernels for these settings. Raises ConfigError when the device or what it needs is not there."""
     if config.family == OTHER_FAMILY:
-        _check_other_family(settings)
+        _check_other_family(settings, config)
     wants_gpu = settings.device == "cuda" or (settings.device == "auto" and settings.kernels != "native" and has_gpu())
     if wants_gpu and (kernels := _cuda_kernels(settings, config)) is not None:
         return kernels
     threads = settings.threads or available_threads()
     if config.family == OTHER_FAMILY:
-        return _reference_kernels(settings, config, threads, "For a model of a family other than Headrace's own")
+        return _reference_kernels(settings, config, threads, f"For {config.architecture}, in transformers' code,")
     if settings.kernels != "reference":
         try:
             return _native_kernels(settings, config, threads)
@@ -47,12 +49,29 @@ def choose_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels:
     return _reference_kernels(settings, config, threads, "--kernels reference cannot work:")
 
 
-def _check_other_family(settings: EngineSettings) -> None:
-    """Raises ConfigError for what transformers' own code does not do."""
+def _check_other_family(settings: EngineSettings, config: ModelConfig) -> None:
+    """Raises ConfigError for what transformers' own code does not do, and where it is not there."""
     if settings.kernels == "native":
-        raise ConfigError("--kernels native cannot work: this model's family runs in transformers' code, on torch.")
+        raise ConfigError(
+            f"--kernels native cannot work: {config.architecture} runs in transformers' code, on torch. Headrace's own "
+            f"families are {', '.join(KNOWN_FAMILIES)}."
+        )
     if settings.quantization is not None:
         raise ConfigError(f"--quantization {settings.quantization} works for Headrace's own families only.")
+    missing = [name for name in ("torch", "transformers") if not _is_installed(name)]
+    if missing:
+        raise ConfigError(
+            f"{config.architecture} is not one of Headrace's own families ({', '.join(KNOWN_FAMILIES)}). Others run in "
+            f"transformers' code, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install {' '.join(missing)}."
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def _native_kernels(settings: EngineSettings, config: ModelConfig, threads: int) -> Kernels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,28 @@ def test_a_cpu_serves_where_there_is_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(model)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout.split()) == (0, ["native", "5"]), done.stderr
+
+
+OTHER = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from headrace.cli.main import main
+sys.exit(main(["serve", sys.argv[1], "--dry-run", *sys.argv[2:]]))
+"""
+
+
+def test_a_family_that_needs_torch_is_named_with_those_that_do_not(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["WaterwheelForCausalLM"]}))
+    for words, said in (
+        ([], "are not installed: pip install torch transformers."),
+        (["--kernels", "native"], "--kernels native cannot work: WaterwheelForCausalLM runs in transformers' code"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER, str(model), *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "WaterwheelForCausalLM" in line and said in line
+        assert "llama, mistral, mixtral, qwen2, qwen3" in line
