@@ -62,6 +62,8 @@ def parse_options(
             wrong = _mistake(option, value)
             if wrong:
                 mistakes.append(f"{written} {value}: {wrong}.")
+            if not value.strip():
+                mistakes.append(f"{written} is empty; it needs a value: {written} {option.metavar}.")
             before = found.get(option.name)
             found[option.name] = f"{before},{value}" if option.many and before is not None else value
     for mistake in mistakes:

@@ -180,7 +180,9 @@ def _add(given: Given, flag: Flag, texts: list[str], written: str, *, wanted: bo
             value: object = _nested(given.values.get(flag.name), inner, texts[0])
         elif flag.many:
             parts = [flag.parse(text) for text in texts]
-            value = tuple(part for item in parts for part in (item if isinstance(item, list) else [item]))
+            value = tuple(
+                dict.fromkeys(part for item in parts for part in (item if isinstance(item, list) else [item]))
+            )
         else:
             value = flag.parse(texts[0])
     except ValueError as error:

@@ -64,6 +64,7 @@ def _refused(
         group,
         aliases=aliases,
         many=many,
+        minimum=1 if 1 in harmless and kind == "int" else None,
         state="refused",
         note=feature,
         instead=instead,

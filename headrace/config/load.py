@@ -22,7 +22,7 @@ from headrace.config.errors import ConfigError
 from headrace.config.json_style import JSON_STYLE_FLAGS, json_style
 from headrace.config.model_files import ModelFiles, open_model
 from headrace.config.purpose import find_pooler
-from headrace.config.resolve import BUNDLED_NAME, resolve_model
+from headrace.config.resolve import BUNDLED_NAME, is_local, resolve_model
 from headrace.config.settings import EngineSettings, ServerSettings
 
 
@@ -62,6 +62,9 @@ def load_given(given: Given) -> Launch:
     files: ModelFiles | None = None
     with _collected(errors):
         path = resolve_model(name, _text(given, "revision"), _text(given, "download-dir"))
+        for flag in ("revision", "download-dir"):
+            if flag in given.values and is_local(name):
+                notices.append(f"{given.spelled[flag]} has no effect: the model is on this machine, not from the hub.")
         files = open_model(path, engine.hf_overrides)
         engine = msgspec.structs.replace(engine, model=str(path))
         with _collected(errors):

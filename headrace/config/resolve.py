@@ -61,6 +61,11 @@ def resolve_model(name: str | None, revision: str | None = None, download_dir: s
     return _from_hub(name, revision, download_dir)
 
 
+def is_local(name: str | None) -> bool:
+    """Whether a name that `resolve_model` takes means what lies on this machine, and not the hub's."""
+    return name is None or name.lower() in (BUNDLED_NAME, EMBEDDING_NAME) or Path(name).expanduser().exists()
+
+
 def bundled_model() -> Path:
     """The GGUF file of the bundled model. Raises ConfigError with the command that installs it."""
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)

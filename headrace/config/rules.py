@@ -161,9 +161,15 @@ def _keys_can_be_sent(setup: Setup) -> Finding | None:
     return None
 
 
+def _host_is_given(setup: Setup) -> Finding | None:
+    if setup.server.host.strip():
+        return None
+    return _error("--host is empty: use 127.0.0.1 for this machine alone, or 0.0.0.0 to let other machines in.")
+
+
 def _open_server_has_a_key(setup: Setup) -> Finding | None:
     server = setup.server
-    if server.api_keys or not listens_beyond_loopback(server.host):
+    if server.api_keys or not server.host.strip() or not listens_beyond_loopback(server.host):
         return None
     return _advice(f"--host {server.host} without --api-key: anyone who reaches this machine can use the model.")
 
@@ -287,6 +293,7 @@ RULES: tuple[Rule, ...] = (
     _step_is_not_huge,
     _step_target_below_timeout,
     _keys_can_be_sent,
+    _host_is_given,
     _open_server_has_a_key,
     _key_and_certificate_together,
     _root_path_is_a_path,

@@ -89,6 +89,20 @@ def test_the_module_of_other_servers_commands_is_the_same_program() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gateway", "--host", ""],
+        ["gateway", "--host="],
+        ["up", "--gateway-host", " "],
+        ["key", "list", "--data-dir", ""],
+    ],
+)
+def test_an_option_with_an_empty_value_is_an_error(words: list[str], capsys: Capture) -> None:
+    assert main(words) == 2
+    assert "is empty; it needs a value: --" in capsys.readouterr().err
+
+
 # Config files
 
 
@@ -232,6 +246,14 @@ def test_the_text_of_a_template_is_read(tmp_path: Path) -> None:
         assert load(["--chat-template", *words]).server.chat_template == "{{ messages[0].content }}"
     with pytest.raises(LaunchError, match=r"--chat-template nowhere\.jinja: neither a readable file"):
         load(["--chat-template", "nowhere.jinja"])
+
+
+@pytest.mark.parametrize("flag", ["--revision", "--download-dir"])
+def test_a_flag_of_the_hub_beside_a_model_on_this_machine_is_noted(flag: str, tmp_path: Path) -> None:
+    model = write_headers_only(tmp_path / "m")
+    for name in (str(model), "smollm2-135m-instruct", None):
+        notices = load([*([name] if name else []), flag, "x"]).notices
+        assert f"{flag} x has no effect: the model is on this machine, not from the hub." in notices
 
 
 # Dry runs

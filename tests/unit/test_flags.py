@@ -212,6 +212,22 @@ def test_several_names_and_keys_are_taken() -> None:
     assert server.api_keys == ("k1", "k2")
 
 
+def test_what_is_named_twice_is_taken_once_for_every_flag_of_several_values() -> None:
+    for flag in FLAGS:
+        if flag.many:
+            words = ["3", "4", "3"]
+            value = parse_command_line([flag.option, *words, flag.option, "4"]).values[flag.name]
+            assert [str(part) for part in value] == ["3", "4"], flag.name  # type: ignore[attr-defined]
+
+
+def test_a_number_of_none_is_no_number_of_parts_for_any_flag() -> None:
+    for flag in FLAGS:
+        if flag.state == "refused" and flag.kind == "int" and 1 in flag.harmless:
+            for text in ("0", "-1"):
+                errors = parse_command_line([flag.option, text]).errors
+                assert errors == [f"{flag.option} {text}: must be 1 or more."]
+
+
 def test_lists_are_taken_in_both_forms() -> None:
     for words in (["--allowed-origins", '["https://a", "https://b"]'], ["--allowed-origins", "https://a", "https://b"]):
         assert settings(parse_command_line(words))[1].allowed_origins == ("https://a", "https://b")

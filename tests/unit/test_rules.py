@@ -68,6 +68,7 @@ def test_the_defaults_break_no_rule() -> None:
         ("--ssl-keyfile /nowhere/k --ssl-certfile /nowhere/c", "--ssl-keyfile /nowhere/k: there is no such file"),
         ("--root-path api/", "use /api."),
         ("--json", "add --dry-run"),
+        ("--host=", "--host is empty: use 127.0.0.1 for this machine alone, or 0.0.0.0"),
     ],
 )
 def test_what_cannot_work_is_an_error_with_the_way_out(words: str, said: str) -> None:
