@@ -80,8 +80,9 @@ _MARKDOWN_HEAD = """\
 
 Every flag of `headrace serve`, by what you want to do. `headrace serve --help` shows the same in a terminal,
 `--help=WORD` searches it. Underscores may stand for dashes and `--flag=VALUE` for `--flag VALUE`; a flag that is
-on or off has a `--no-` form. Sizes: `8k` is 8,000 and `8K` is 8,192. `--config FILE` reads flags from a YAML or
-TOML file, and the command line wins.
+on or off has a `--no-` form. Sizes: `8k` is 8,000 and `8K` is 8,192. A flag that takes JSON takes single values too:
+`--hf-overrides.rope_theta 1e6`. `--config FILE` reads flags from a YAML or TOML file, and the command line wins; in a
+file a flag stands once, and only flags of several values take a list.
 
 <!-- Written from the flag table: `python -m headrace.cli.flag_help > docs/flags.md`. -->
 """
