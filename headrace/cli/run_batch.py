@@ -158,11 +158,11 @@ def _run(launch: Launch, words: _Words) -> int:
             except CannotRun as error:
                 return _refused(str(error).splitlines())
             _print_plan(files, launch)
-            if files.asked.num_answered == files.asked.num_requests:
-                return _ended(unchanged(files), "done", words)
-            with BatchProgress(sys.stderr) as progress:
-                standing, end = uvloop.run(run_batch(launch.engine, launch.server, files, progress.show))
-            return _ended(standing, end, words)
+            standing = unchanged(files)
+            end: End = "done"
+            if files.asked.num_answered < files.asked.num_requests:
+                with BatchProgress(sys.stderr) as progress:
+                    standing, end = uvloop.run(run_batch(launch.engine, launch.server, files, progress.show))
     except (CannotRun, ConfigError, StartupError) as error:
         print(f"headrace run-batch: {error}", file=sys.stderr)
         return 1
@@ -170,6 +170,7 @@ def _run(launch: Launch, words: _Words) -> int:
         place = error.filename or words.output
         print(f"headrace run-batch: {place}: {error.strerror}. The same command goes on from here.", file=sys.stderr)
         return 1
+    return _ended(standing, end, words)
 
 
 def _print_plan(files: Files, launch: Launch) -> None:

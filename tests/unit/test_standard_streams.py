@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.batch_files import asking
 from tests.serving import HEADRACE, _limit_memory, free_port, health_status
 from tests.tiny_models import tiny_llama
 
@@ -56,6 +57,17 @@ def test_a_full_disk_is_one_line(command: str) -> None:
 def test_a_dry_run_to_a_full_disk_is_one_line(model: Path) -> None:
     result = shell(f"serve {model} --dry-run --kv-cache-memory-bytes 8M >/dev/full")
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+
+
+def test_a_summary_that_cannot_be_written_blames_no_file_of_the_batch(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(asking("r1") + "\n")
+    words = f"{tmp_path}/in.jsonl {tmp_path}/out.jsonl --model {model} --kv-cache-memory-bytes 8M --json"
+    result = shell(f"run-batch {words} >/dev/full")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "headrace run-batch: the output cannot be written: No space left on device."
+    )
+    assert (tmp_path / "out.jsonl").read_text().count("r1") == 1
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
