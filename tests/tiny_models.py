@@ -21,6 +21,7 @@ def tiny_llama(
     seed: int = 0,
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
+    ffn: int = FFN,
     bundled_tokenizer: bool = False,
 ) -> Path:
     """Write config.json, model.safetensors (float32), tokenizer and chat template into `folder`."""
@@ -34,7 +35,7 @@ def tiny_llama(
         "model_type": "llama",
         "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
+        "intermediate_size": ffn,
         "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": kv_heads,
@@ -67,9 +68,9 @@ def tiny_llama(
             prefix + "self_attn.k_proj.weight": matrix(kv_heads * head_dim, HIDDEN),
             prefix + "self_attn.v_proj.weight": matrix(kv_heads * head_dim, HIDDEN),
             prefix + "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head_dim),
-            prefix + "mlp.gate_proj.weight": matrix(FFN, HIDDEN),
-            prefix + "mlp.up_proj.weight": matrix(FFN, HIDDEN),
-            prefix + "mlp.down_proj.weight": matrix(HIDDEN, FFN),
+            prefix + "mlp.gate_proj.weight": matrix(ffn, HIDDEN),
+            prefix + "mlp.up_proj.weight": matrix(ffn, HIDDEN),
+            prefix + "mlp.down_proj.weight": matrix(HIDDEN, ffn),
         }
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -15,13 +15,14 @@ FLAGS = (
     "--dtype float32 --block-size 8 --max-model-len 120 --kv-cache-memory-bytes 64K --swap-space 0.01 --max-num-seqs 2 "
     "--max-num-queued-tokens 150"
 ).split()
-"""512 bytes a token: 128 tokens of KV cache, and 20,000 in host memory."""
+"""512 bytes a token: 128 tokens of KV cache, and 20,000 in host memory. The model computes enough for a token that it is
+worth fetching one."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("swap")
-    with running_server(folder / "log", ["--model", str(tiny_llama(folder)), *FLAGS]) as server:
+    with running_server(folder / "log", ["--model", str(tiny_llama(folder, ffn=8192)), *FLAGS]) as server:
         yield server
 
 

@@ -304,7 +304,7 @@ def test_a_hostile_grammar_is_refused_or_costs_little(compiler: GrammarCompiler,
 
 def sampling_state(grammar: Grammar, **params: Any) -> SequenceSampling:
     own = SamplingParams(max_tokens=10, **params)
-    return SequenceSampling(own, 0, 0, plain=False, rules=TokenRules.of(own), grammar=grammar.start())
+    return SequenceSampling(own, 0, 0, plain=False, fixed=False, rules=TokenRules.of(own), grammar=grammar.start())
 
 
 def masked_tokens(state: SequenceSampling, token_ids: list[int]) -> set[int] | str:
@@ -342,7 +342,7 @@ def test_min_tokens_holds_the_end_back_only_while_something_else_may_come(
 
 
 def test_rows_without_a_grammar_are_left_alone(compiler: GrammarCompiler) -> None:
-    free = SequenceSampling(SamplingParams(max_tokens=1), 0, 0, plain=False)
+    free = SequenceSampling(SamplingParams(max_tokens=1), 0, 0, plain=False, fixed=True)
     nothing = np.zeros(0, np.int32)
     step = step_mask([free, free], [nothing, nothing], VOCAB)
     assert step.mask is None and step.masked is None
