@@ -17,7 +17,8 @@ from headrace.gateway.paths import ErrorForm
 from headrace.gateway.sent_key import without_keys
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.http_connection import BODY, CLIENT_LEFT, WRITE
+from headrace.protocol.http_connection import CLIENT_LEFT, WRITE
+from headrace.protocol.http_cycle import BODY
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -10,10 +10,8 @@ when the client leaves, and `[WRITE]` writes a piece of a body where the client 
 from __future__ import annotations
 
 import asyncio
-import http
-import logging
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -22,6 +20,7 @@ import uvicorn
 
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
+from headrace.protocol.http_cycle import STATUS_LINE, Cycle
 from headrace.protocol.http_upgrade import framing, parser_of_body, request_parser
 
 MAX_HEAD_BYTES = 256 * 1024
@@ -37,31 +36,8 @@ LINGER_S, MAX_LINGER_BYTES = 1.0, 512 * 1024
 MAX_PIPELINED = 16
 """Requests that wait on a connection for the answer to an earlier one."""
 
-BODY = "headrace.body"
 CLIENT_LEFT = "headrace.client_left"
 WRITE = "headrace.write"
-
-FAULT = ApiError(
-    500,
-    "The server failed while answering this request. Its log has the details.",
-    type="server_error",
-    code="internal_error",
-)
-
-Headers = Sequence[tuple[bytes, bytes]]
-Message = MutableMapping[str, Any]
-
-logger = logging.getLogger("headrace.http")
-
-
-def _status_line(status: int) -> bytes:
-    try:
-        return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()
-    except ValueError:
-        return f"HTTP/1.1 {status} \r\n".encode()
-
-
-STATUS_LINE = {status: _status_line(status) for status in range(100, 600)}
 
 
 class Connection(asyncio.Protocol):
@@ -328,192 +304,6 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
         self._is_refused, self._head_bytes = True, 0
         self.loop.call_later(LINGER_S, self.transport.close)
-
-
-class Cycle:
-    """One request and its answer, as the application sees them."""
-
-    __slots__ = (
-        "_arrival",
-        "_body",
-        "_chunked",
-        "_connection",
-        "_gone",
-        "_has_news",
-        "_head",
-        "_is_complete",
-        "_is_whole",
-        "_left_bytes",
-        "_num_unread",
-        "_owes_continue",
-        "_started",
-        "keep_alive",
-        "scope",
-        "task",
-    )
-
-    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool, owes_continue: bool) -> None:
-        self.scope = scope
-        self.keep_alive = keep_alive
-        self.task: asyncio.Task[None] | None = None
-        self._connection = connection
-        self._body: list[bytes] = []
-        self._num_unread = 0
-        self._is_whole = False
-        self._has_news = False
-        self._arrival: asyncio.Event | None = None
-        self._owes_continue = owes_continue
-        self._gone = False
-        self._head = b""
-        """Composed and not yet sent."""
-        self._started = False
-        self._is_complete = False
-        self._chunked = False
-        self._left_bytes: int | None = None
-        """Of a body whose length the head told; None where it told none."""
-
-    async def run(self) -> None:
-        connection = self._connection
-        try:
-            if self._is_whole:
-                self.scope[BODY] = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            await connection.app(self.scope, self.receive, self.send)
-        except Exception:
-            logger.exception("A fault in answering %s %s.", self.scope["method"], self.scope["path"])
-        finally:
-            connection.server.tasks.discard(self.task)
-            if not self._is_complete and not self._gone:
-                self._fail()
-
-    # The request
-
-    @property
-    def is_whole(self) -> bool:
-        """All of its body has come."""
-        return self._is_whole
-
-    @property
-    def has_begun(self) -> bool:
-        """Its answer has."""
-        return self._started
-
-    def arrived(self, body: bytes) -> int:
-        """A piece of the body. Returns how many bytes the application has not taken."""
-        if self._is_complete:
-            return 0
-        self._body.append(body)
-        self._num_unread += len(body)
-        self._has_news = True
-        if self._arrival is not None:
-            self._arrival.set()
-        return self._num_unread
-
-    def arrived_whole(self) -> None:
-        self._is_whole = self._has_news = True
-        if self._arrival is not None:
-            self._arrival.set()
-
-    def leave(self) -> None:
-        """The connection is gone."""
-        self._gone = True
-        if self._arrival is not None:
-            self._arrival.set()
-
-    async def receive(self) -> Message:
-        connection = self._connection
-        if self._owes_continue and not self._started and not connection.transport.is_closing():
-            self._owes_continue = False
-            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while not (self._has_news or self._gone or self._is_complete):
-            connection.resume_reading()
-            self._arrival = asyncio.Event()
-            await self._arrival.wait()
-        if self._gone or self._is_complete:
-            return {"type": "http.disconnect"}
-        self._has_news = False
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body.clear()
-        self._num_unread = 0
-        return {"type": "http.request", "body": body, "more_body": not self._is_whole}
-
-    # The answer
-
-    async def send(self, message: Message) -> None:
-        """Raises RuntimeError for what cannot be written as HTTP."""
-        if self._connection.is_full:
-            await self._connection.drained()
-        if self._gone:
-            return
-        if message["type"] == "http.response.start":
-            self._start(message["status"], message.get("headers", ()))
-        else:
-            self.write(message.get("body", b""), message.get("more_body", False))
-
-    def _start(self, status: int, headers: Headers) -> None:
-        if self._started:
-            raise RuntimeError("An answer began twice.")
-        has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
-        self._chunked = has_body and self.scope["http_version"] != "1.0"  # there the connection's end is the body's
-        self._left_bytes = None if has_body else 0
-        usual, says_close = self._connection.usual_headers(), False
-        lines = [STATUS_LINE[status], usual, *[b"%s: %s\r\n" % pair for pair in headers]]
-        for name, value in headers:
-            if name == b"content-length":
-                self._left_bytes, self._chunked = int(value), False
-            elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive, says_close = False, True
-        if self._chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        if not (self.keep_alive or says_close):
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
-        num_lines = len(lines) - 1 + usual.count(b"\n")
-        if self._head.count(b"\n") != num_lines or self._head.count(b"\r") != num_lines:
-            raise RuntimeError("A header of the answer has a line end in it.")
-        self._started = True
-        self._connection.loop.call_soon(self._send_head)
-
-    def _send_head(self) -> None:
-        """No piece of a body followed at once."""
-        if self._head and not self._connection.transport.is_closing():
-            self._connection.transport.write(self._head)
-            self._head = b""
-
-    def write(self, body: bytes, more: bool) -> None:
-        if not self._started or self._is_complete:
-            raise RuntimeError("A body came before its head, or after its end.")
-        head, self._head = self._head, b""
-        if self.scope["method"] == "HEAD":
-            body, self._left_bytes = b"", None
-        if self._chunked:
-            data = b"%s%x\r\n%s\r\n" % (head, len(body), body) if body else head
-            if not more:
-                data += b"0\r\n\r\n"
-        else:
-            data = head + body if head else body
-            if self._left_bytes is not None:
-                self._left_bytes -= len(body)
-                if self._left_bytes < 0:
-                    raise RuntimeError("A body is longer than its head says.")
-        if data:
-            self._connection.transport.write(data)
-        if not more:
-            if self._left_bytes:
-                raise RuntimeError("A body is shorter than its head says.")
-            self._is_complete = True
-            if self._arrival is not None:
-                self._arrival.set()
-            self._connection.answered(self)
-
-    def _fail(self) -> None:
-        """The application has ended without an answer, or in the middle of one."""
-        if self._started:
-            return self._connection.transport.close()
-        self.keep_alive = False
-        body = FAULT.body()
-        self._start(500, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        self.write(body, more=False)
 
 
 def _address(name: object) -> tuple[str, int] | None:
