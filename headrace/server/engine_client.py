@@ -184,6 +184,7 @@ class EngineClient:
         try:
             if self._replays:
                 self._replays.hold(stream)
+                self._send_due()
             else:
                 self._send(stream)
             while (output := await stream.next()) is not None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from headrace.config.settings import EngineSettings
 from headrace.protocol.errors import ApiError
-from headrace.protocol.ipc import SamplingParams
+from headrace.protocol.ipc import BACKGROUND_PRIORITY, SamplingParams
 from headrace.server.engine_client import EngineClient
 from headrace.server.supervisor import Backoff
 from tests.dying_core import DEADLY
@@ -119,6 +119,25 @@ async def test_a_request_that_kills_every_core_fails_alone(client, deadly_at):
     assert killer.headers["x-should-retry"] == "false"
     assert results == expected
     assert client.num_restarts == restarts + 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_after_a_death_no_person_waits_for_a_batch(client):
+    """Its lines are done again one after the other, which takes long; who asks meanwhile is answered between."""
+    lines = [
+        asyncio.create_task(tokens(client, f"line{i}", [9, 8, 7, i], 400, streamed=False, priority=BACKGROUND_PRIORITY))
+        for i in range(6)
+    ]
+    started = lambda: all((s := client._streams.get(f"line{i}")) and s.num_received > 30 for i in range(6))  # noqa: E731
+    await until(started, 10)
+    os.kill(client.core_pid, signal.SIGKILL)
+    await until(lambda: not client.healthy, 5)
+    await until(lambda: client.healthy, 15)
+    for number in range(3):
+        assert len(await tokens(client, f"person{number}", [1, 2, number], 5)) == 5
+        assert client._replays, "lines of the batch wait for their turn still"
+    async with asyncio.timeout(60):
+        assert [len(line) for line in await asyncio.gather(*lines)] == [400] * 6
 
 
 @pytest.mark.asyncio(loop_scope="module")

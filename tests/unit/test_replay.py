@@ -13,9 +13,10 @@ from headrace.server.replay import Replays
 from headrace.server.request_stream import RequestStream
 
 
-def stream(name: str = "r", *, streamed: bool = False, n: int = 1) -> RequestStream:
+def stream(name: str = "r", *, streamed: bool = False, n: int = 1, background: bool = False) -> RequestStream:
     params = ipc.SamplingParams(max_tokens=9, n=n)
-    message = ipc.AddRequest(request_id=name, token_ids=[1, 2], params=params, arrival_s=0.0)
+    priority = ipc.BACKGROUND_PRIORITY if background else 0
+    message = ipc.AddRequest(request_id=name, token_ids=[1, 2], params=params, arrival_s=0.0, priority=priority)
     opened = RequestStream(message, RequestRecord(2, params, 0.0), streamed=streamed)
     opened.in_core = True
     return opened
@@ -129,3 +130,67 @@ def test_a_reader_who_leaves_holds_up_nobody():
     replays.after_death([first, second])
     first.open.clear()
     assert sent(replays) == ["second"]
+
+
+def held(replays: Replays, name: str, *, background: bool = False) -> RequestStream:
+    """A request that comes while others are being done again."""
+    opened = stream(name, background=background)
+    opened.in_core = False
+    replays.hold(opened)
+    return opened
+
+
+def test_no_request_of_a_person_waits_for_a_line_of_a_batch():
+    lines = [stream(f"line {i}", background=True) for i in range(3)]
+    person = stream("person")
+    replays = Replays()
+    assert replays.after_death([*lines, person]) == []
+    assert sent(replays) == ["person"], "it is tried first, though it came last"
+    held(replays, "second person")
+    held(replays, "line 3", background=True)
+    assert sent(replays) == [], "the one being tried may kill this core too"
+    person.push(output(5))
+    assert sent(replays) == ["second person", "line 0"]
+    held(replays, "third person")
+    assert sent(replays) == ["third person"]
+    for number in range(3):
+        lines[number].push(output(5))
+        assert sent(replays) == [f"line {number + 1}"]
+    assert not replays
+    assert [line.num_deaths for line in lines] == [1, 1, 1]
+
+
+def test_a_line_that_kills_is_found_with_people_beside_it_and_costs_none_of_them_an_error():
+    killer, line = (stream(name, background=True) for name in ("killer", "line"))
+    person = stream("person")
+    replays = Replays()
+    open_streams = [killer, line, person]
+    replays.after_death(open_streams)
+    sent(replays)
+    person.push(output(5))
+    assert sent(replays) == ["killer"]
+    new = held(replays, "new")
+    assert sent(replays) == ["new"]
+    assert replays.after_death([*open_streams, new]) == [killer]
+    killer.fail(ApiError(500, "it"))
+    assert sent(replays) == ["person"]
+    person.push(output(5, 6))
+    assert sent(replays) == ["new"]
+    new.push(output(5))
+    assert sent(replays) == ["line"]
+    assert (person.num_deaths, new.num_deaths, line.num_deaths) == (1, 1, 1)
+
+
+def test_a_newcomer_that_kills_beside_a_line_is_tried_before_another_line():
+    lines = [stream(f"line {i}", background=True) for i in range(3)]
+    replays = Replays()
+    replays.after_death(lines)
+    assert sent(replays) == ["line 0"]
+    killer = held(replays, "killer")
+    assert sent(replays) == ["killer"]
+    assert replays.after_death([*lines, killer]) == [lines[0]]
+    lines[0].fail(ApiError(500, "it"))
+    assert sent(replays) == ["killer"], "alone"
+    assert replays.after_death([*lines[1:], killer]) == [killer]
+    killer.fail(ApiError(500, "it"))
+    assert sent(replays) == ["line 1"]
