@@ -152,7 +152,8 @@ def _run(launch: Launch, words: _Words) -> int:
     try:
         with locked(words.output):
             try:
-                files = asyncio.run(checked_files(words.source, words.output, launch.server.max_body_bytes))
+                limit = launch.server.max_body_bytes
+                files = asyncio.run(checked_files(words.source, words.output, launch.engine.model, limit))
             except NotAnOutputFile as error:
                 return _refused([f"{words.output} belongs to something else: {error}. Name another file for answers."])
             except CannotRun as error:
@@ -179,6 +180,9 @@ def _print_plan(files: Files, launch: Launch) -> None:
     lines = [f"{files.source}: {asked.num_requests:,} requests for {launch.server.served_model_names[0]}."]
     if asked.num_answered:
         lines.append(f"{files.output} has {asked.num_answered:,} of the answers already; {left:,} are left to do.")
+    if files.answered.num_unsaid:
+        unsaid = files.answered.num_unsaid
+        lines.append(f"{unsaid:,} answers do not say to which request of which model they are: custom_id alone counts.")
     if asked.num_faults and left:
         first = asked.faults[0].message
         lines.append(f"{asked.num_faults:,} lines ask for nothing that can be answered and become errors. {first}")

@@ -1,16 +1,19 @@
 """The batch API's wire types: a line that asks, the line that answers it, and what a batch and a file are told as.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
-    {"id": "batch_req_1", "custom_id": "a", "error": null,
+    {"id": "batch_req_1_9f86d081884c7d65_4a44dc15", "custom_id": "a", "error": null,
      "response": {"status_code": 200, "request_id": "2", "body": {...}}}
 
-Lines are answered in any order; `custom_id` says which is which.
+Lines are answered in any order; `custom_id` says which is which. What an answer is to, digests of the request and the
+model, stands in its id, which clients take as it is: so a run that goes on knows a line that was changed meanwhile.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -28,6 +31,7 @@ ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 
 _FIELDS = frozenset({"custom_id", "method", "url", "body"})
 _ANSWER_PREFIX = b'{"id":"batch_req_'
+_ID = re.compile(r"batch_req_[0-9a-f]+_(?P<request>[0-9a-f]{16})(?:_(?P<model>[0-9a-f]{8}))?")
 
 _encode = msgspec.json.Encoder().encode
 _outermost = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -43,9 +47,15 @@ class LineRequest:
     body: bytes
     others: tuple[str, ...] = ()
 
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits of what is asked, as it was sent."""
+        return request_digest(self.url.encode("utf-8", "surrogatepass") + b"\n" + self.body)
+
 
 class LineFault(Exception):
-    """Why a line asks for nothing that could be answered. `custom_id` is there where the line has one."""
+    """Why a line asks for nothing that could be answered. `custom_id` is there where the line has one, `digest` where
+    the line cannot be read as a request."""
 
     def __init__(
         self, number: int, code: str, message: str, *, param: str | None = None, custom_id: str | None = None
@@ -56,6 +66,7 @@ class LineFault(Exception):
         self.message = message
         self.param = param
         self.custom_id = custom_id
+        self.digest = ""
 
     def wire(self) -> dict[str, object]:
         return {"code": self.code, "message": self.message, "param": self.param, "line": self.number}
@@ -98,7 +109,27 @@ def _text(number: int, fields: dict[str, msgspec.Raw], name: str, custom_id: str
         raise LineFault(number, "invalid_type", message, param=name, custom_id=custom_id) from None
 
 
+def request_digest(asked: bytes) -> str:
+    return blake2b(asked, digest_size=8).hexdigest()
+
+
+def model_digest(model: str) -> str:
+    """8 hexadecimal digits of where the model lies."""
+    return blake2b(model.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+
+
 # what is written
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTo:
+    """What an answer's id says: digests of the request and, where batches may move between models, of the model."""
+
+    request: str
+    model: str = ""
+
+    def new_id(self) -> str:
+        return "_".join(["batch_req", uuid.uuid4().hex, self.request, *([self.model] if self.model else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +146,25 @@ class Reply:
         return 200 <= self.status < 300
 
 
-def answer_line(custom_id: str, reply: Reply) -> bytes:
+def answer_line(custom_id: str, reply: Reply, to: AnswerTo) -> bytes:
     response: dict[str, object] = {"status_code": reply.status, "request_id": reply.request_id}
     if reply.ignored:
         response["ignored_fields"] = reply.ignored
-    return _line(custom_id, response | {"body": msgspec.Raw(reply.body)}, None)
+    return _line(to, custom_id, response | {"body": msgspec.Raw(reply.body)}, None)
 
 
-def fault_line(fault: LineFault) -> bytes:
-    return _line(fault.custom_id, None, fault.wire())
+def fault_line(fault: LineFault, to: AnswerTo) -> bytes:
+    return _line(to, fault.custom_id, None, fault.wire())
 
 
-def expired_line(custom_id: str | None, number: int) -> bytes:
+def expired_line(custom_id: str | None, number: int, to: AnswerTo) -> bytes:
     """The request was not done in the batch's time."""
     message = "This request was not done before the batch's completion window ended."
-    return _line(custom_id, None, {"code": "batch_expired", "message": message, "param": None, "line": number})
+    return _line(to, custom_id, None, {"code": "batch_expired", "message": message, "param": None, "line": number})
 
 
-def _line(custom_id: str | None, response: object, error: object) -> bytes:
-    named = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+def _line(to: AnswerTo, custom_id: str | None, response: object, error: object) -> bytes:
+    named = {"id": to.new_id(), "custom_id": custom_id, "response": response, "error": error}
     return _encode(named) + b"\n"
 
 
@@ -159,6 +190,12 @@ class AnsweredLine(msgspec.Struct, frozen=True):
     @property
     def is_success(self) -> bool:
         return self.response is not None and 200 <= self.response.status_code < 300
+
+    @property
+    def to(self) -> AnswerTo | None:
+        """What it answers; None where its id does not say so, as older ones and other programs' do not."""
+        match = _ID.fullmatch(self.id)
+        return None if match is None else AnswerTo(match["request"], match["model"] or "")
 
 
 _answered = msgspec.json.Decoder(AnsweredLine)

@@ -1,7 +1,7 @@
 """A batch's files read line by line: what is asked, what has been answered already, and so what is left to do.
 
-Of a file of any length only one line is in memory, a byte for each line, and while it is checked a digest for each
-`custom_id`. Reading gives the event loop its turn every few milliseconds.
+Of a file of any length only one line is in memory, a byte for each line, and while it is checked digests of each
+`custom_id` and of what was answered under it. Reading gives the event loop its turn every few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace.protocol.batches import LineFault, LineRequest, may_be_torn, read_answer, read_line
+from headrace.protocol.batches import LineFault, LineRequest, may_be_torn, read_answer, read_line, request_digest
 from headrace.protocol.errors import quoted
 
 SLICE_S = 0.002
@@ -34,10 +34,15 @@ class NotAnOutputFile(Exception):
 
 @dataclass
 class Answered:
-    """What an output file holds. `custom_ids` are digests, `numbers` the lines of answers without one."""
+    """What an output file holds: by digests of `custom_id`s, and by the lines of answers without one, digests of the
+    requests that were answered, None where that is not said."""
 
-    custom_ids: set[int] = field(default_factory=set)
-    numbers: set[int] = field(default_factory=set)
+    custom_ids: dict[int, int | None] = field(default_factory=dict)
+    numbers: dict[int, int | None] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    """Digests of the models that answered, where that is said."""
+    num_unsaid: int = 0
+    """Answers that do not say to which request they are."""
     num_failed: int = 0
     end: int = 0
     """Bytes of whole lines; what follows is a line whose writer was killed."""
@@ -47,8 +52,13 @@ class Answered:
 
     def __or__(self, other: Answered) -> Answered:
         """What two files hold together."""
-        num_failed = self.num_failed + other.num_failed
-        return Answered(self.custom_ids | other.custom_ids, self.numbers | other.numbers, num_failed)
+        return Answered(
+            self.custom_ids | other.custom_ids,
+            self.numbers | other.numbers,
+            self.models | other.models,
+            self.num_unsaid + other.num_unsaid,
+            self.num_failed + other.num_failed,
+        )
 
 
 @dataclass
@@ -101,21 +111,26 @@ async def answered_lines(path: Path) -> Answered:
             if line is None:
                 raise NotAnOutputFile(f"line {number} of {path} was not written by a batch")
             found.end += len(raw)
+            to = line.to
+            request = None if to is None else int(to.request, 16)
+            found.num_unsaid += to is None
+            if to is not None and to.model:
+                found.models.add(to.model)
             if line.custom_id is not None:
-                found.custom_ids.add(digest(line.custom_id))
+                found.custom_ids[digest(line.custom_id)] = request
             elif line.error is not None and line.error.line is not None:
-                found.numbers.add(line.error.line)
+                found.numbers[line.error.line] = request
             found.num_failed += not line.is_success
     return found
 
 
 async def asked_lines(path: Path, answered: Answered, check_url: CheckUrl, limit_bytes: int) -> Asked:
     """Reads the whole of `path` once. `limit_bytes` bounds a line. Raises OSError; NotAnOutputFile where answers are
-    there to what `path` does not ask."""
+    there to what `path` does not ask, or asks otherwise now."""
     asked = Asked()
     seen: set[int] = set()
     pace = _Pace()
-    num_nameless = 0
+    num_nameless = num_changed = first_changed = 0
     with path.open("rb") as file:
         number = 0
         while (raw := _next_line(file, limit_bytes)) is not None:
@@ -125,18 +140,18 @@ async def asked_lines(path: Path, answered: Answered, check_url: CheckUrl, limit
                 asked.is_done.append(1)
                 continue
             asked.num_requests += 1
-            custom_id = None
+            custom_id, wanted = None, ""
             try:
                 request = _request(number, raw, limit_bytes)
-                custom_id = request.custom_id
+                custom_id, wanted = request.custom_id, request.digest
                 if len(asked.others) < MAX_FAULTS:
                     asked.others.update(request.others)
                 check_url(request)
             except LineFault as fault:
-                custom_id = custom_id or fault.custom_id
+                custom_id, wanted = custom_id or fault.custom_id, wanted or fault.digest
                 asked.add_fault(fault)
             if custom_id is None:
-                is_done = number in answered.numbers
+                is_done, given = number in answered.numbers, answered.numbers.get(number)
                 num_nameless += is_done
             else:
                 name = digest(custom_id)
@@ -144,12 +159,20 @@ async def asked_lines(path: Path, answered: Answered, check_url: CheckUrl, limit
                     asked.num_duplicates += 1
                     asked.add_fault(_duplicate(number, custom_id))
                 seen.add(name)
-                is_done = name in answered.custom_ids
+                is_done, given = name in answered.custom_ids, answered.custom_ids.get(name)
+            if given is not None and given != int(wanted, 16):
+                num_changed += 1
+                first_changed = first_changed or number
             asked.is_done.append(is_done)
             asked.num_answered += is_done
-    strangers = len(answered.custom_ids - seen) + len(answered.numbers) - num_nameless
+    strangers = len(answered.custom_ids.keys() - seen) + len(answered.numbers) - num_nameless
     if strangers:
         raise NotAnOutputFile(f"{strangers} of its {len(answered)} answers are to requests that {path} does not hold")
+    if num_changed:
+        raise NotAnOutputFile(
+            f"{num_changed} of its {len(answered)} answers are to requests that {path} holds otherwise now, the first "
+            f"in line {first_changed}"
+        )
     return asked
 
 
@@ -192,5 +215,11 @@ def _next_line(file: BinaryIO, limit_bytes: int) -> bytes | None:
 def _request(number: int, raw: bytes, limit_bytes: int) -> LineRequest:
     if len(raw) > limit_bytes:
         message = f"Line {number} is longer than the {limit_bytes} bytes that a request may have."
-        raise LineFault(number, "request_too_large", message)
-    return read_line(number, raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+        fault = LineFault(number, "request_too_large", message)
+        fault.digest = request_digest(raw)
+        raise fault
+    try:
+        return read_line(number, raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+    except LineFault as fault:
+        fault.digest = request_digest(raw.strip())
+        raise

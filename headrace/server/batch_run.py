@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from headrace.protocol.batches import LineFault, LineRequest, Reply, answer_line, fault_line
+from headrace.protocol.batches import AnswerTo, LineFault, LineRequest, Reply, answer_line, fault_line
 from headrace.server.batch_lines import Asked, CheckUrl, lines_to_do
 
 Call = Callable[[LineRequest], Awaitable[Reply]]
@@ -125,8 +125,10 @@ class BatchRun:
         check_url: CheckUrl,
         window: Window,
         limit_bytes: int,
+        model: str = "",
     ) -> None:
-        """`failures`, which may be `answers` itself, takes the lines of what did not succeed."""
+        """`failures`, which may be `answers` itself, takes the lines of what did not succeed. `model`: its digest, for
+        the answers' ids."""
         self.num_requests = asked.num_requests
         self.num_answered = asked.num_answered
         self.num_failed = num_failed
@@ -138,6 +140,7 @@ class BatchRun:
         self._check_url = check_url
         self._window = window
         self._limit_bytes = limit_bytes
+        self._model = model
 
     async def run(self) -> None:
         """Until every line is answered. Cancelled, it stops at once. Raises OSError where nothing can be written."""
@@ -149,7 +152,7 @@ class BatchRun:
                             raise line
                         self._check_url(line)
                     except LineFault as fault:
-                        self._write(fault_line(fault), is_success=False)
+                        self._write(fault_line(fault, AnswerTo(line.digest, self._model)), is_success=False)
                         continue
                     await self._window.enter(len(line.body))
                     tasks.create_task(self._answer(line)).add_done_callback(partial(self._leave, len(line.body)))
@@ -168,7 +171,8 @@ class BatchRun:
         while (reply := await self._call(line)).status in BUSY:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        self._write(answer_line(line.custom_id, reply), is_success=reply.is_success)
+        to = AnswerTo(line.digest, self._model)
+        self._write(answer_line(line.custom_id, reply, to), is_success=reply.is_success)
 
     def _write(self, line: bytes, *, is_success: bool) -> None:
         (self._answers if is_success else self._failures).add(line)

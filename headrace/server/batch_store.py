@@ -25,6 +25,7 @@ from headrace.protocol import batches as wire
 from headrace.protocol import errors
 from headrace.protocol.batches import (
     ENDED,
+    AnswerTo,
     Batch,
     BatchFault,
     BatchFaults,
@@ -257,7 +258,7 @@ class Batches:
         num_failed = 0
         with OutputFile(self._path(batch.id, "errors"), failures.end, self.store.take) as output:
             async for line in lines_to_do(self.store.path(batch.input_file_id), asked, self._line_limit_bytes):
-                output.add(expired_line(line.custom_id, line.number))
+                output.add(expired_line(line.custom_id, line.number, AnswerTo(line.digest)))
                 num_failed += 1
         counts = self._records[batch.id].request_counts
         counts = RequestCounts(total=asked.num_requests, completed=counts.completed, failed=counts.failed + num_failed)

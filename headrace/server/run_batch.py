@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.settings import EngineSettings, ServerSettings
+from headrace.protocol.batches import model_digest
 from headrace.server.batch_call import call, check_line
-from headrace.server.batch_lines import Answered, Asked, answered_lines, asked_lines
+from headrace.server.batch_lines import Answered, Asked, NotAnOutputFile, answered_lines, asked_lines
 from headrace.server.batch_run import BatchRun, OutputFile, Window
 from headrace.server.engine_client import EngineClient
 from headrace.server.metrics import EngineMetrics
@@ -43,6 +44,8 @@ class Files:
     output: Path
     asked: Asked
     answered: Answered
+    model: str
+    """Its digest."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,18 @@ def locked(output: Path) -> Iterator[None]:
         os.close(file)
 
 
-async def checked_files(source: Path, output: Path, limit_bytes: int) -> Files:
-    """Both files read once. Raises CannotRun, NotAnOutputFile and OSError."""
+async def checked_files(source: Path, output: Path, model: str, limit_bytes: int) -> Files:
+    """Both files read once. `model`: where it lies. Raises CannotRun, NotAnOutputFile and OSError."""
     answered = await answered_lines(output)
+    digest = model_digest(str(Path(model).resolve()))
+    if answered.models - {digest}:
+        raise NotAnOutputFile(f"not all of its answers are of the model {model}")
     asked = await asked_lines(source, answered, check_line, limit_bytes)
     if asked.num_duplicates:
         faults = [fault.message for fault in asked.faults if fault.code == "duplicate_custom_id"]
         more = asked.num_duplicates - len(faults)
         raise CannotRun("\n".join([*faults, *([f"And {more} more."] if more else []), "Nothing was done."]))
-    return Files(source, output, asked, answered)
+    return Files(source, output, asked, answered, digest)
 
 
 async def run_batch(
@@ -129,6 +135,7 @@ async def run_batch(
                 check_url=check_line,
                 window=Window(info.max_num_seqs + min(info.max_num_seqs, engine_settings.max_num_queued_reqs)),
                 limit_bytes=server_settings.max_body_bytes,
+                model=files.model,
             )
             standing = await _watched(run, client, files, ended, show)
         is_done = standing.num_answered == standing.num_requests

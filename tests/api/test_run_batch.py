@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from headrace.cli.main import main
+from headrace.protocol.batches import AnswerTo, Reply, answer_line, model_digest, read_line
 from tests.batch_files import asking, read_lines, write_lines
 from tests.serving import HEADRACE, _limit_memory
 from tests.tiny_models import tiny_llama
@@ -168,6 +169,37 @@ def test_what_is_done_starts_no_engine(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert json.loads(shown.out)["answered_before"] == 1
     assert "0 are left to do" in shown.err
+    assert "1 answers do not say to which request of which model they are" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("request_digest", "model_name", "status", "said"),
+    [
+        (None, "{own}", 0, "has 1 of the answers already"),
+        (None, "/elsewhere", 2, "not all of its answers are of the model "),
+        ("0" * 16, "{own}", 2, "1 of its 1 answers are to requests that {in} holds otherwise now, the first in line 1"),
+    ],
+)
+def test_answers_count_for_the_request_and_the_model_that_they_are_of(
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    request_digest: str | None,
+    model_name: str,
+    status: int,
+    said: str,
+) -> None:
+    line = asking("a")
+    source, output = write_lines(tmp_path / "in", [line]), tmp_path / "out"
+    asked = request_digest or read_line(1, line.encode()).digest
+    to = AnswerTo(asked, model_digest(model_name.replace("{own}", str(model.resolve()))))
+    output.write_bytes(answer_line("a", Reply(200, "r", b"{}"), to))
+    (tmp_path / "link").symlink_to(model)
+    before = output.read_bytes()
+    for place in (model, tmp_path / "link"):
+        assert main(["run-batch", str(source), str(output), str(place)]) == status
+        assert said.replace("{in}", str(source)) in capsys.readouterr().err
+        assert output.read_bytes() == before
 
 
 @pytest.mark.parametrize(

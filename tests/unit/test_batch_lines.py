@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.protocol.batches import LineFault, LineRequest, Reply, answer_line, read_line
+from headrace.protocol.batches import AnswerTo, LineFault, LineRequest, Reply, answer_line, read_line
 from headrace.server.batch_call import check_line
 from headrace.server.batch_lines import Answered, NotAnOutputFile, answered_lines, asked_lines
 from headrace.server.batch_run import BatchRun, Call, OutputFile, Window
@@ -114,7 +114,13 @@ async def test_a_line_that_was_torn_is_cut_off_and_answered_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["a letter to a friend", "one line\n", '{"id": 1}\n', answer_line("else", Reply(200, "r", b"{}")).decode()]
+    "text",
+    [
+        "a letter to a friend",
+        "one line\n",
+        '{"id": 1}\n',
+        answer_line("else", Reply(200, "r", b"{}"), AnswerTo("0" * 16)).decode(),
+    ],
 )
 async def test_a_file_that_is_not_this_batchs_output_is_left_alone(tmp_path: Path, text: str) -> None:
     source = write_lines(tmp_path / "in", [asking("a")])
@@ -122,6 +128,46 @@ async def test_a_file_that_is_not_this_batchs_output_is_left_alone(tmp_path: Pat
     with pytest.raises(NotAnOutputFile):
         await run(source, tmp_path / "out")
     assert (tmp_path / "out").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (asking("a", prompt="x"), asking("a", prompt="y")),
+        (asking("a", prompt="x"), asking("a", prompt="x", max_tokens=3)),
+        (asking("a", "/v1/completions", model="m", prompt="x"), asking("a", "/v1/completions", model="n", prompt="x")),
+        (asking("a", "/v1/completions", prompt="x"), asking("a", "/tokenize", prompt="x")),
+        (asking("a", "/nowhere", prompt="x"), asking("a", "/tokenize", prompt="x")),
+        ('{"custom_id": "a"}', asking("a")),
+        (asking("a"), '{"custom_id": "a"}'),
+        ("{", "["),
+        ("x" * (LIMIT + 9), "y" * (LIMIT + 9)),
+    ],
+)
+async def test_a_line_that_was_changed_is_not_taken_for_answered(tmp_path: Path, before: str, after: str) -> None:
+    source = write_lines(tmp_path / "in", [asking("same"), "", before])
+    await run(source, tmp_path / "out")
+    answers = (tmp_path / "out").read_text()
+    write_lines(source, [asking("same"), "", after])
+    with pytest.raises(NotAnOutputFile, match=r"^1 of its 2 answers .* holds otherwise now, the first in line 3$"):
+        await run(source, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == answers
+
+
+async def test_a_file_in_another_order_asks_the_same(tmp_path: Path) -> None:
+    lines = [asking(str(i)) for i in range(5)]
+    await run(write_lines(tmp_path / "in", lines), tmp_path / "out")
+    again = await run(write_lines(tmp_path / "in", ["", *reversed(lines), asking("more")]), tmp_path / "out")
+    assert (again.num_requests, again.num_answered) == (6, 6)
+
+
+async def test_answers_of_an_older_version_count_by_their_custom_id(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [asking("a"), asking("b")])
+    old = {"id": "batch_req_0123abcd", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
+    write_lines(tmp_path / "out", [json.dumps(old)])
+    answered = await answered_lines(tmp_path / "out")
+    assert (len(answered), answered.num_unsaid) == (1, 1)
+    assert (await asked_lines(source, answered, check_line, LIMIT)).num_answered == 1
 
 
 async def test_a_custom_id_that_comes_twice_is_found(tmp_path: Path) -> None:
