@@ -4,7 +4,8 @@ The id that a client gets names that upstream, so any worker finds it again with
 
     upstream "cloud" answers {"id": "file-abc", ...}    the client gets {"id": "file-abc~Y2xvdWQ", ...}
 
-Where no id says so, the upstream is the one of the request's `model` (a form field or ?model=), else the default one.
+Where no id says so, the upstream is the one of the request's `model` (a form field or ?model=), or of the model that
+the first line of a batch's file asks for, else the default one.
 Files and batches are seen by the key that made them only; a stored response is found by whoever knows its id, which
 is a secret in itself.
 """
@@ -41,6 +42,10 @@ _MADE_FIELDS = ("id", "output_file_id", "error_file_id")
 """What an answer about one object of a key's names besides what it was given."""
 MAX_PAGES = 50
 """Of an upstream's list, looked through for something of a key's."""
+MAX_LINE_BYTES = 16 << 20
+"""Of a batch file's first line, which is looked into for its model."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_BLANK = re.compile(rb"\S")
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:=@+-]{1,200}")
 _JSON = "application/json"
 
@@ -68,10 +73,17 @@ async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, pla
     path, owner = _path(place)
     model = _query(exchange).get("model")
     content_type = exchange.headers.get(b"content-type", b"")
-    span = form_field(body, content_type, "model") if body is not None else None
-    if body is not None and span is not None:
-        model = body[span[0] : span[1]].decode("utf-8", "replace")
-    upstream = _upstream(state, snapshot, record, owner, model)
+    first_line: str | None = None
+    if body is not None:
+        model = _form_text(body, content_type, "model") or model
+        first_line = _first_model(body, content_type) if model is None else None
+    try:
+        upstream = _upstream(state, snapshot, record, owner, model or first_line)
+    except ApiError as error:
+        if first_line is None:
+            raise
+        message = f"{error.message} The first line of the file asks for it."
+        raise ApiError(error.status, message, type=error.type, code=error.code, param="file") from None
     await _pass_owned(state, exchange, record, place, upstream, path, body, content_type or None)
 
 
@@ -91,6 +103,39 @@ async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
     if plain is not None:
         await _owner(state, record, upstream).check(plain)
     await _pass_owned(state, exchange, record, place, upstream, path, body, _JSON.encode() if body else None)
+
+
+def _form_text(body: bytes, content_type: bytes, name: str) -> str | None:
+    span = form_field(body, content_type, name)
+    return None if span is None else body[span[0] : span[1]].decode("utf-8", "replace")
+
+
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+class _Line(msgspec.Struct):
+    body: _Asked
+
+
+def _first_model(form: bytes, content_type: bytes) -> str | None:
+    """The model that the first line of an uploaded batch file asks for. None where it names none, is too long, or is
+    no request: the upstream says what is wrong with it."""
+    if _form_text(form, content_type, "purpose") != "batch":
+        return None
+    span = form_field(form, content_type, "file")
+    if span is None:
+        return None
+    start = span[0] + 3 * form.startswith(_BYTE_ORDER_MARK, span[0])
+    first = _NOT_BLANK.search(form, start, span[1])
+    if first is None:
+        return None
+    end = form.find(b"\n", first.start(), min(span[1], first.start() + MAX_LINE_BYTES))
+    line = form[first.start() : end if end >= 0 else min(span[1], first.start() + MAX_LINE_BYTES)]
+    try:
+        return msgspec.json.decode(line, type=_Line).body.model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _check_batch_allowed(record: KeyRecord, plan: Plan | None) -> None:

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from tests.batch_files import asking, read_lines
 from tests.documents import blocks
 from tests.gateway.test_up import Up, started
 from tests.serving import free_port
@@ -72,6 +74,26 @@ def test_one_key_opens_both_models_and_each_does_what_it_is_for(gateway: tuple[s
         assert caught.value.code == "unsupported_by_model"
         with pytest.raises(openai.BadRequestError, match="--runner pooling"):
             client.embeddings.create(model="smollm2-135m-instruct", input="a mill")
+
+
+def test_a_batch_for_either_model_is_answered_by_that_one(gateway: tuple[str, str]) -> None:
+    url, key = gateway
+    asked = {
+        "/v1/embeddings": {"model": "all-minilm-l6-v2", "input": "a mill"},
+        "/v1/completions": {"model": "smollm2-135m-instruct", "prompt": "a mill", "max_tokens": 2},
+    }
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        for endpoint, body in asked.items():
+            lines = "".join(asking(f"{i}", endpoint, **body) + "\n" for i in range(3))
+            file = client.files.create(file=("in.jsonl", lines.encode()), purpose="batch")
+            batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")  # type: ignore[call-overload]
+            deadline = time.monotonic() + 30
+            while batch.status not in ("completed", "failed"):
+                assert time.monotonic() < deadline, batch
+                time.sleep(0.05)
+                batch = client.batches.retrieve(batch.id)
+            assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 3, 0)
+            assert len(read_lines(client.files.content(batch.output_file_id).text)) == 3
 
 
 def test_without_the_key_neither_answers(gateway: tuple[str, str]) -> None:

@@ -77,6 +77,66 @@ def test_a_file_is_found_again_at_the_upstream_that_took_it(
     assert second.last.method == "DELETE" and first.requests == []
 
 
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x", "model": "only-second"}}
+LINES = json.dumps(LINE) + "\n" + json.dumps(LINE | {"body": {"model": "first-model"}}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LINES,
+        json.dumps(LINE),
+        "\ufeff" + LINES,
+        "\r\n \n" + LINES.replace("\n", "\r\n"),
+        json.dumps(LINE | {"body": {"input": "x" * 3_000_000, "model": "only-second"}}) + "\n",
+        json.dumps(LINE | {"body": {"input": '\r\n"model": "fake"', "model": "only-second"}}) + "\n",
+    ],
+    ids=["lines", "no end", "byte order mark", "blank lines", "long", "quoted"],
+)
+@pytest.mark.parametrize("is_purpose_last", [False, True])
+def test_a_batch_file_goes_where_the_model_of_its_first_line_is(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream, content: str, is_purpose_last: bool
+) -> None:
+    second.answer = replies.json_reply({"id": "file-1", "object": "file"})
+    parts: list[tuple[str, Any]] = [("purpose", (None, "batch")), ("file", ("a.jsonl", content.encode()))]
+    made = gateway.client.post("/v1/files", files=parts[::-1] if is_purpose_last else parts)
+    assert made.status_code == 200, made.text
+    assert split_id(made.json()["id"]) == ("file-1", "second")
+    assert content.encode() in second.last.body and first.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "purpose", "model"),
+    [
+        (LINES, "batch", "first-model"),
+        (LINES, "fine-tune", None),
+        (LINES.replace('"model": ', '"no_model": '), "batch", None),
+        ("{\n" + LINES, "batch", None),
+        ("[" * 5000, "batch", None),
+        ("", "batch", None),
+        ("\n\n", "batch", None),
+        ('{"body": {"model": 5}}\n', "batch", None),
+    ],
+)
+def test_a_file_that_names_no_model_first_or_is_sent_for_one_goes_elsewhere(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream, content: str, purpose: str, model: str | None
+) -> None:
+    first.answer = replies.json_reply({"id": "file-1", "object": "file"})
+    sent: dict[str, Any] = {"purpose": (None, purpose), "file": ("a.jsonl", content.encode())}
+    made = gateway.client.post("/v1/files", files=sent, params={"model": model} if model else None)
+    assert split_id(made.json()["id"]) == ("file-1", "first")
+    assert second.requests == []
+
+
+def test_a_batch_file_for_a_model_that_is_not_there_is_refused(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    content = LINES.replace("only-second", "only-secnd").encode()
+    made = gateway.client.post("/v1/files", files={"purpose": (None, "batch"), "file": ("a.jsonl", content)})
+    error = made.json()["error"]
+    assert (made.status_code, error["code"], error["param"]) == (404, "model_not_found", "file")
+    assert "only-second" in error["message"] and "The first line of the file asks for it." in error["message"]
+    assert first.requests == []
+
+
 def test_a_batch_goes_where_its_file_is_and_all_its_ids_are_owned(
     gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream
 ) -> None:
