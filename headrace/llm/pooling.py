@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from headrace.core import EngineCore
 from headrace.llm.progress import BatchProgress
 from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
-from headrace.protocol.pooling import EmbeddingFields, embedding_params, floats
+from headrace.protocol.pooling import EmbeddingFields, cosines, embedding_params, floats
 from headrace.text.tokenizer import Tokenizer
 
 Task = Literal["embed", "token_embed", "score"]
@@ -139,8 +138,9 @@ class PoolingEngine:
         if self.pooler.task == "embed":
             results = self.pool([*first, *second], asked, "embed", shown)
             ones, twos = results[: len(first)], results[len(first) :]
-            pairs = ((ones[number % len(ones)], two) for number, two in enumerate(twos))
-            return [(_cosine(one, two), one.token_ids + two.token_ids) for one, two in pairs]
+            scores = cosines([one.values for one in ones], [two.values for two in twos])
+            ids = (ones[number % len(ones)].token_ids + two.token_ids for number, two in enumerate(twos))
+            return list(zip(scores, ids, strict=True))
         params = self._params(asked, "score")
 
         def jobs() -> Iterator[PoolingJob]:
@@ -182,11 +182,6 @@ def _named(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error.message}") from None
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
-
-
-def _cosine(one: Pooled, two: Pooled) -> float:
-    """Of vectors of length 1."""
-    return math.fsum(a * b for a, b in zip(one.values, two.values, strict=True))
 
 
 def _one_each(asked: PoolingParams | Sequence[PoolingParams] | None, total: int) -> Sequence[PoolingParams]:

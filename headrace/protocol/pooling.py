@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import base64
+import math
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -162,6 +163,24 @@ def floats(raw: bytes) -> array.array[float]:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def cosines(ones: Sequence[Sequence[float]], twos: Sequence[Sequence[float]]) -> list[float]:
+    """Of each pair of vectors, between -1 and 1; a lone first one goes with every second one. 0 for a vector of zeros.
+
+    Vectors of length 1 in float32 are a little longer or shorter, which is divided out.
+    """
+    squares_one, squares_two = ([_dot(vector, vector) for vector in vectors] for vectors in (ones, twos))
+    found = []
+    for place, two in enumerate(twos):
+        first = place % len(ones)
+        lengths = math.sqrt(squares_one[first] * squares_two[place])
+        found.append(max(-1.0, min(1.0, _dot(ones[first], two) / lengths)) if lengths else 0.0)
+    return found
+
+
+def _dot(one: Sequence[float], two: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, two, strict=True))
 
 
 def written(raw: bytes, encoding: Encoding | None) -> object:

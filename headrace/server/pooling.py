@@ -8,7 +8,6 @@ read, so that it neither fills the queue nor keeps others waiting behind all of 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -20,7 +19,7 @@ from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.ipc import PoolingParams, SamplingParams
 from headrace.protocol.json import Body
-from headrace.protocol.pooling import PoolingFields, Text, floats
+from headrace.protocol.pooling import PoolingFields, Text, cosines, floats
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.token_limits import check_token_ids
 from headrace.protocol.unbuilt_fields import unknown_fields
@@ -218,10 +217,8 @@ async def pair_scores(
     ]
     results = await pooled(serving, exchange, head, fields, inputs)
 
-    def cosines() -> list[float]:
+    def scores() -> list[float]:
         vectors = [floats(raw) for raw in results]
-        ones, twos = vectors[: len(first)], vectors[len(first) :]
-        pairs = ((ones[place % len(ones)], two) for place, two in enumerate(twos))
-        return [math.fsum(a * b for a, b in zip(one, two, strict=True)) for one, two in pairs]
+        return cosines(vectors[: len(first)], vectors[len(first) :])
 
-    return await serving.aside(sum(map(len, results)), cosines), sum(len(i.token_ids) for i in inputs)
+    return await serving.aside(sum(map(len, results)), scores), sum(len(i.token_ids) for i in inputs)

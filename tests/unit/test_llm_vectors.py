@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace import LLM, PoolingParams
+from headrace.protocol.pooling import cosines
 from tests.documents import blocks
 from tests.encoder_models import minilm, write_random_encoder
 from tests.tiny_models import tiny_llama
@@ -55,6 +56,18 @@ def test_scores_are_cosines(llm: LLM) -> None:
     assert [output.outputs.score for output in llm.score([MILL, STOCKS], [STOCKS, STOCKS])] == pytest.approx(
         [mill @ stocks, 1.0], abs=1e-6
     )
+
+
+def test_no_cosine_is_beyond_one_and_a_text_with_itself_has_one() -> None:
+    chance = np.random.default_rng(3)
+    for size in (1, 2, 64, 384, 1536):
+        for vector in chance.standard_normal((60, size)).astype(np.float32):
+            vector /= np.float32(np.linalg.norm(vector))
+            near = np.nextafter(vector, np.float32(2)).astype(np.float32)
+            same, opposite, beside = cosines([vector.tolist()], [each.tolist() for each in (vector, -vector, near)])
+            assert (same, opposite) == (1.0, -1.0)
+            assert 1 - 1e-6 < beside <= 1.0
+    assert cosines([[1.0, 0.0]], [[0.0, 3.0], [2.0, 2.0], [0.0, 0.0]]) == [0.0, pytest.approx(0.5**0.5), 0.0]
 
 
 def test_what_cannot_be_served_is_named(llm: LLM) -> None:
