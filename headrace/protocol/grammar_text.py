@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.ipc import GrammarSpec
+from headrace.protocol.schema_numbers import with_kept_numbers
 
 BLANKS = r" |\n(?: {0,16}|\t{0,6})"
 """Between the tokens of JSON: nothing, one space, or a new line with its indentation."""
@@ -133,7 +134,7 @@ def schema_text(schema: object, field: str, blanks: str = BLANKS) -> str:
         raise errors.invalid_value(field, f"`{field}` must be a JSON Schema: an object, or true for any JSON.")
     check_depth(schema, field)
     options = {"whitespace_pattern": blanks} if blanks else {"whitespace_flexible": False}
-    text = _encode({**changed(schema, _with_real_dates), _OPTIONS: options}).decode()
+    text = _encode({**changed(with_kept_numbers(schema, field), _with_real_dates), _OPTIONS: options}).decode()
     check_size(text, field)
     return text
 

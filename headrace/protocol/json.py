@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError, quoted
+from headrace.protocol.schema_numbers import SCHEMA_FIELDS, check_number_texts
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -50,6 +51,8 @@ class Body:
             self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             for name in _top_level_duplicates(body, len(self._fields)):
                 raise errors.duplicate_key(name)
+            for name in SCHEMA_FIELDS & self._fields.keys():
+                check_number_texts(bytes(self._fields[name]), name)
 
     def read(self, type: type[T]) -> T:
         """The fields of `type`. Raises ApiError (400) when one of them has another type or is missing."""

@@ -19,6 +19,7 @@ from headrace.protocol import errors
 from headrace.protocol.grammar_text import BLANKS, changed, check_depth, check_size, json_schema_grammar
 from headrace.protocol.ipc import GrammarSpec
 from headrace.protocol.sampling import AnySchema, SamplingFields
+from headrace.protocol.schema_numbers import check_number_texts
 from headrace.protocol.structural_tag import structural_tag_grammar
 
 MAX_CHOICES = 20_000
@@ -217,9 +218,11 @@ def schema_of(schema: AnySchema, field: str) -> object:
         return schema
     check_size(schema, field)
     try:
-        return msgspec.json.decode(schema)
+        read = msgspec.json.decode(schema)
+        check_number_texts(schema, field)
     except (msgspec.DecodeError, RecursionError) as error:
         raise errors.invalid_value(field, f"`{field}` is a string that is not JSON: {error}") from None
+    return read
 
 
 def _schema(schema: AnySchema, field: str, style: JSONStyle) -> GrammarSpec:
