@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,10 +118,17 @@ def _taken_apart(words: Sequence[str]) -> _Words:
             raise _Mistake(f"{text}: {name} are read and written as files on this machine.")
     if not source.is_file():
         raise _Mistake(f"{source}: there is no such file.")
+    if not os.access(source, os.R_OK):
+        raise _Mistake(f"{source}: this user may not read it.")
     if output.exists() and source.samefile(output):
         raise _Mistake(f"{output} is both the requests and the answers: name another file for the answers.")
     if not output.absolute().parent.is_dir():
         raise _Mistake(f"{output}: there is no such directory.")
+    if output.exists() and not output.is_file():
+        kind = "a directory" if output.is_dir() else "no regular file"
+        raise _Mistake(f"{output} is {kind}: name a file for the answers.")
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise _Mistake(f"{output}: this user may not write it.")
     return _Words(source, output, "json" in own, [*flags, *plain], notices)
 
 
@@ -164,6 +172,8 @@ def _run(launch: Launch, words: _Words) -> int:
             if files.asked.num_answered < files.asked.num_requests:
                 with BatchProgress(sys.stderr) as progress:
                     standing, end = uvloop.run(run_batch(launch.engine, launch.server, files, progress.show))
+        if not standing.num_requests:
+            words.output.touch(mode=0o600)  # whoever reads the answers finds that there are none
     except (CannotRun, ConfigError, StartupError) as error:
         print(f"headrace run-batch: {error}", file=sys.stderr)
         return 1
@@ -176,6 +186,9 @@ def _run(launch: Launch, words: _Words) -> int:
 
 def _print_plan(files: Files, launch: Launch) -> None:
     asked = files.asked
+    if not asked.num_requests:
+        print(f"{files.source} asks for nothing: it has no line.", file=sys.stderr, flush=True)
+        return
     left = asked.num_requests - asked.num_answered
     lines = [f"{files.source}: {asked.num_requests:,} requests for {launch.server.served_model_names[0]}."]
     if asked.num_answered:
@@ -193,18 +206,8 @@ def _print_plan(files: Files, launch: Launch) -> None:
 
 def _ended(standing: Standing, end: End, words: _Words) -> int:
     """Says how it went; the exit status."""
-    left = standing.num_requests - standing.num_answered
-    answered_now = standing.num_answered - standing.num_before
-    lines = [
-        f"{standing.num_answered:,} of {standing.num_requests:,} requests are answered in {words.output}; "
-        f"{answered_now:,} now, in {standing.seconds:.1f} s, with {standing.prompt_tokens:,} prompt tokens and "
-        f"{standing.generated_tokens:,} generated."
-    ]
-    if standing.num_failed:
-        lines.append(f"{standing.num_failed:,} of them failed: their lines say why.")
-    if left:
-        lines.append(f"Stopped with {left:,} left: the same command goes on from here.")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    if standing.num_requests:
+        _say_how_it_went(standing, words)
     if words.as_json:
         summary = {
             "requests": standing.num_requests,
@@ -219,3 +222,18 @@ def _ended(standing: Standing, end: End, words: _Words) -> int:
         }
         print(json.dumps(summary, ensure_ascii=False), flush=True)
     return _STATUS.get(end, 1 if standing.num_failed else 0)
+
+
+def _say_how_it_went(standing: Standing, words: _Words) -> None:
+    left = standing.num_requests - standing.num_answered
+    answered_now = standing.num_answered - standing.num_before
+    lines = [
+        f"{standing.num_answered:,} of {standing.num_requests:,} requests are answered in {words.output}; "
+        f"{answered_now:,} now, in {standing.seconds:.1f} s, with {standing.prompt_tokens:,} prompt tokens and "
+        f"{standing.generated_tokens:,} generated."
+    ]
+    if standing.num_failed:
+        lines.append(f"{standing.num_failed:,} of them failed: their lines say why.")
+    if left:
+        lines.append(f"Stopped with {left:,} left: the same command goes on from here.")
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ model, stands in its id, which clients take as it is: so a run that goes on know
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from dataclasses import dataclass
@@ -79,16 +80,16 @@ def read_line(number: int, raw: bytes) -> LineRequest:
     except msgspec.ValidationError:
         raise LineFault(number, "invalid_line", f"Line {number} is not a JSON object.") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise LineFault(number, "invalid_json", f"Line {number} is not JSON: {error}.") from None
-    custom_id = _text(number, fields, "custom_id", None)
+        raise _not_json(number, raw, str(error)) from None
+    custom_id = _text(number, raw, fields, "custom_id", None)
     if not custom_id or len(custom_id) > MAX_CUSTOM_ID_CHARS:
         message = f"Line {number}: `custom_id` has {len(custom_id)} characters; 1 to {MAX_CUSTOM_ID_CHARS} are allowed."
         raise LineFault(number, "invalid_value", message, param="custom_id")
-    method = _text(number, fields, "method", custom_id)
+    method = _text(number, raw, fields, "method", custom_id)
     if method != "POST":
         message = f"Line {number}: `method` is {quoted(method)}; a batch sends POST only."
         raise LineFault(number, "invalid_method", message, param="method", custom_id=custom_id)
-    url = _text(number, fields, "url", custom_id)
+    url = _text(number, raw, fields, "url", custom_id)
     body = fields.get("body")
     if body is None or not bytes(body).lstrip().startswith(b"{"):
         message = f"Line {number}: `body` must be a JSON object: the request's own fields."
@@ -97,16 +98,34 @@ def read_line(number: int, raw: bytes) -> LineRequest:
     return LineRequest(number, custom_id, url, bytes(body), tuple(fields.keys() - _FIELDS))
 
 
-def _text(number: int, fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> str:
+def _text(number: int, line: bytes, fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> str:
     raw = fields.get(name)
     if raw is None:
         message = f"Line {number} has no `{name}`."
         raise LineFault(number, "missing_field", message, param=name, custom_id=custom_id)
     try:
         return msgspec.json.decode(raw, type=str)
-    except msgspec.DecodeError:
+    except msgspec.ValidationError:
         message = f"Line {number}: `{name}` must be a string."
         raise LineFault(number, "invalid_type", message, param=name, custom_id=custom_id) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _not_json(number, line, str(error), param=name, custom_id=custom_id) from None
+
+
+def _not_json(
+    number: int, line: bytes, problem: str, *, param: str | None = None, custom_id: str | None = None
+) -> LineFault:
+    """`problem`: the parser's words, which are of no use where a string is no text."""
+    try:
+        msgspec.json.encode(json.loads(line))
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not UTF-8"
+    except UnicodeEncodeError:
+        problem = "a string holds half of a surrogate pair (such as \\ud83d alone)"
+    except (ValueError, RecursionError):
+        pass
+    message = f"Line {number} is not JSON: {problem}."
+    return LineFault(number, "invalid_json", message, param=param, custom_id=custom_id)
 
 
 def request_digest(asked: bytes) -> str:

@@ -216,6 +216,8 @@ def test_answers_count_for_the_request_and_the_model_that_they_are_of(
         (["{in}", "{out}", "a", "b"], "b: a command serves one model"),
         (["{twice}", "{out}"], 'Line 2: the custom_id "a" was used before'),
         (["{in}", "{letter}"], "belongs to something else"),
+        (["{in}", "{dir}"], "is a directory: name a file for the answers"),
+        (["{in}", "/dev/null"], "is no regular file: name a file for the answers"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_done(
@@ -232,6 +234,35 @@ def test_a_mistake_is_told_before_anything_is_done(
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "letter").read_text() == "Dear Sir\n"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "\n  \n\n"])
+def test_a_file_that_asks_for_nothing_is_answered_by_an_empty_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "in").write_text(text)
+    for _ in range(2):
+        assert main(["run-batch", str(tmp_path / "in"), str(tmp_path / "out"), "--json"]) == 0
+        shown = capsys.readouterr()
+        assert "asks for nothing" in shown.err and "answered" not in shown.err
+        assert json.loads(shown.out)["requests"] == 0
+        assert (tmp_path / "out").read_bytes() == b"" and (tmp_path / "out").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("place", ["in", "out", "dir/out"])
+def test_files_that_this_user_may_not_use_are_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Root may do anything, so what the system says is played."""
+    (tmp_path / "dir").mkdir()
+    source = write_lines(tmp_path / "in", [asking("a")])
+    output = tmp_path / ("out" if place == "in" else place)
+    locked_up = {"in": source, "out": output, "dir/out": tmp_path / "dir"}[place]
+    if place == "out":
+        output.touch()
+    monkeypatch.setattr("headrace.cli.run_batch.os.access", lambda path, mode: Path(path) != locked_up)
+    assert main(["run-batch", str(source), str(output)]) == 2
+    assert f"{source if place == 'in' else output}: this user may not" in capsys.readouterr().err
 
 
 def test_flags_that_only_a_server_needs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,24 @@ def test_a_bad_line_says_what_is_wrong_with_it(line: str, code: str, param: str 
     assert "ine 12" in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"custom_id": "\\ud83d"}', "a string holds half of a surrogate pair"),
+        (b'{"custom_id": "a", "body": {"prompt": "\\udc00 and more"}}', "a string holds half of a surrogate pair"),
+        (b'{"\\ud800": 1}', "a string holds half of a surrogate pair"),
+        (b'{"custom_id": "a\xff"}', "byte 16 is not UTF-8"),
+        (b'{"custom_id": "a", "method": "POST\xff"}', "byte 34 is not UTF-8"),
+        (b'{"custom_id": "a", "method": "POST", "url": "\xff"}', "byte 45 is not UTF-8"),
+        (b'{"\xff": 1}', "byte 2 is not UTF-8"),
+    ],
+)
+def test_a_string_that_is_no_text_is_told_in_these_words(line: bytes, said: str) -> None:
+    with pytest.raises(LineFault, match=f"^Line 3 is not JSON: {said}") as raised:
+        read_line(3, line)
+    assert raised.value.code == "invalid_json"
+
+
 @pytest.mark.parametrize("url", ["/v1/chat/completion", "/v1/models", "/v1/files", "/v1/batches", "/sleep", "", "/"])
 def test_a_url_that_no_batch_can_ask_is_a_fault_with_the_nearest(url: str) -> None:
     with pytest.raises(LineFault) as raised:
