@@ -10,6 +10,7 @@ Two fields that ask for something contradict each other, even if they ask for th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -274,7 +275,21 @@ def _with_blanks(style: JSONStyle, pattern: str | None, field: str) -> JSONStyle
     if len(pattern) > MAX_BLANKS_CHARS:
         message = f"`{field}` has {len(pattern):,} characters; at most {MAX_BLANKS_CHARS:,} are allowed."
         raise errors.invalid_value(field, message)
-    return JSONStyle(pattern, style.closed)
+    if not _BLANKS.fullmatch(pattern):
+        message = f"`{field}` is {errors.quoted(pattern)}; between the tokens of JSON only blanks may stand."
+        hint = " Write it of spaces, `\\n`, `\\t`, `\\r`, `\\s`, groups, sets, `|` and repetitions."
+        raise errors.invalid_value(field, message + hint)
+    return JSONStyle(_ANY_SPACE.sub(_json_space, pattern), style.closed)
+
+
+_BLANKS = re.compile(r"(?:[ \n\t\r]|\\[ntrs]|\[(?:[ \n\t\r]|\\[ntrs])+\]|\(\?:|[()|*+?]|\{\d+(?:,\d*)?\})*")
+_ANY_SPACE = re.compile(r"(?P<set>\[[^]]*\])|\\s")
+
+
+def _json_space(found: re.Match[str]) -> str:
+    """`\\s`, also in a set, without what JSON does not take for a blank."""
+    spaces = r" \n\t\r"
+    return f"[{spaces}]" if found["set"] is None else found["set"].replace(r"\s", spaces)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ MAX_EXPONENT_DIGITS = 2
 MASK_S, MASKS_AHEAD_S = 0.002, 0.1
 """Processor time that a sequence's masks may take: so much for each token, and so much before it counts. Usual ones
 take 0.02 to 0.1 ms; the library's own limits do not bound every grammar."""
+MAX_QUOTED_CHARS = 200
+"""Of what the library says of its own trouble."""
 _TAIL_BYTES = 64
 _NUMBER = re.compile(rb"[\[{:,] ?(?:\r?\n[ \t]*)?-?(?P<body>[0-9][0-9.]*(?P<exponent>[eE][+-]?[0-9]*)?)\Z")
 
@@ -95,7 +97,7 @@ class GrammarState:
         if self._spent_s > MASKS_AHEAD_S + MASK_S * len(generated):
             raise DeadEnd("it is too costly to follow")
         if self.matcher.is_stopped() and not self.matcher.is_accepting():
-            raise DeadEnd(_REASONS.get(self.matcher.stop_reason(), "no text that follows would fit it"))
+            raise DeadEnd(self._reason())
         if self._holds_json and self._number_is_long():
             # Where only digits may come, such as behind -44.000 for less than -44, a zero would only put it off.
             for unwanted in (self._tokens.digits, self._tokens.zeros):
@@ -103,6 +105,16 @@ class GrammarState:
                 if shorter.any():
                     return shorter
         return mask
+
+    def _reason(self) -> str:
+        """Why the matcher stopped."""
+        if not self.matcher.is_error():
+            return "no text that follows would fit it"
+        known = _REASONS.get(self.matcher.stop_reason())
+        if known is not None:
+            return known
+        said = str(self.matcher.get_error()).partition("\n")[0][:MAX_QUOTED_CHARS]
+        return f"the grammar library cannot follow it any further ({said})"
 
     def is_complete(self, generated: Tokens) -> bool:
         """Whether nothing may follow `generated`: the last token was an end token, or the text is complete."""

@@ -299,6 +299,14 @@ def test_a_hostile_grammar_is_refused_or_costs_little(compiler: GrammarCompiler,
     assert spent < MASKS_AHEAD_S + MASK_S * len(token_ids) + 0.1
 
 
+def test_a_grammar_the_library_gives_up_on_is_not_said_to_have_ended(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.compile(spec_of("regex", "[ab]+")).start()
+    with pytest.raises(DeadEnd, match="cannot follow it any further"):
+        state.mask(np.array(tokenizer.encode("c", add_special_tokens=False), np.int32))
+
+
 # with what else a request asks for
 
 

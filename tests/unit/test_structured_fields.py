@@ -63,12 +63,34 @@ def test_blanks_are_as_asked_for() -> None:
     def options(**fields: Any) -> Any:
         return schema_in(grammar(**fields))["x-guidance"]
 
-    assert options(guided_json={}, guided_whitespace_pattern=r"\s?") == {"whitespace_pattern": r"\s?"}
+    assert options(guided_json={}, guided_whitespace_pattern=r"\s?") == {"whitespace_pattern": r"[ \n\t\r]?"}
     assert options(guided_json={}, guided_whitespace_pattern="") == {"whitespace_flexible": False}
     assert options(structured_outputs={"json": {}, "whitespace_pattern": " "}) == {"whitespace_pattern": " "}
     assert options(structured_outputs={"json_object": True, "disable_any_whitespace": True}) == {
         "whitespace_flexible": False
     }
+
+
+@pytest.mark.parametrize("pattern", [r"[\n\s]{0,3}", r" |\n(?: {0,16}|\t{0,6})", r"\s*", "[ \t]+", r"(\r\n)?"])
+def test_a_pattern_of_blanks_matches_what_json_allows_and_nothing_else(pattern: str) -> None:
+    spec = grammar(guided_json={}, guided_whitespace_pattern=pattern)
+    own = schema_in(spec)["x-guidance"]["whitespace_pattern"]
+    for character in map(chr, range(0x3000)):
+        assert not re.fullmatch(own, character) or character in " \t\r\n"
+    assert re.fullmatch(own, "\r\n" if "r" in pattern else "\n" if "n" in pattern or "s" in pattern else " ")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["X", ".", "[^a]", r"\S", r"\x41", "[ -~]", r"\d", " a", "\u00a0", r"\f", "(?i: )", "[]"]
+)
+@pytest.mark.parametrize("field", ["guided_whitespace_pattern", "structured_outputs.whitespace_pattern"])
+def test_a_pattern_of_more_than_blanks_is_refused(field: str, pattern: str) -> None:
+    fields: dict[str, Any] = {"guided_json": {}, "guided_whitespace_pattern": pattern}
+    if field.startswith("structured"):
+        fields = {"structured_outputs": {"json": {}, "whitespace_pattern": pattern}}
+    with pytest.raises(ApiError, match="only blanks") as caught:
+        grammar(**fields)
+    assert (caught.value.status, caught.value.param) == (400, field)
 
 
 def test_properties_can_be_closed_everywhere_but_in_data() -> None:
