@@ -125,18 +125,27 @@ def _tool(tool: dict[str, object], path: str) -> Tool:
     return Tool(
         name,
         {"type": "function", "function": function},
-        _object_schema(parameters),
+        _object_schema(parameters, f"{path}.function.parameters"),
         bool(strict),
         f"{path}.function.parameters",
     )
 
 
-def _object_schema(parameters: dict[str, Any] | None) -> Mapping[str, Any]:
-    """Arguments are an object, whether the schema says so or not; without one, any."""
+def _object_schema(parameters: dict[str, Any] | None, path: str) -> Mapping[str, Any]:
+    """Arguments are an object, whether the schema says so or not; without one, any. Raises ApiError (400) for a schema
+    that allows none."""
     if not parameters:
         return {"type": "object", "properties": {}} if parameters is not None else {"type": "object"}
-    known = ("type", "$ref", "anyOf", "oneOf", "allOf")
-    return parameters if any(key in parameters for key in known) else {"type": "object", **parameters}
+    kind = parameters.get("type")
+    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        message = f"`{path}.type` is {errors.quoted(kind)}; a tool's arguments are an object, so it must be object."
+        raise errors.invalid_value(f"{path}.type", message)
+    values = parameters.get("enum") if "const" not in parameters else [parameters["const"]]
+    if isinstance(values, list) and not all(isinstance(value, dict) for value in values):
+        name = "enum" if "const" not in parameters else "const"
+        message = f"`{path}.{name}` has what is no object; a tool's arguments are one."
+        raise errors.invalid_value(f"{path}.{name}", message)
+    return {**parameters, "type": "object"}
 
 
 def _choice(choice: str | dict[str, object] | None, names: Sequence[str]) -> tuple[Mode, frozenset[str] | None]:

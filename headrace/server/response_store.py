@@ -54,6 +54,15 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return stored
 
+    def item(self, item_id: str) -> Json | None:
+        """An item of a response that is done, of its input or its output."""
+        for stored in reversed(self._stored.values()):
+            if stored.task is None:
+                for item in (*stored.response["output"], *stored.items):
+                    if isinstance(item, dict) and item.get("id") == item_id:
+                        return item
+        return None
+
     def put(self, response: Json, items: list[Json], task: asyncio.Task[None] | None = None) -> None:
         """Keep a response, in the place of an earlier state of it. One that is too large alone is not kept."""
         response_id = str(response["id"])

@@ -36,7 +36,7 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
     store, background, previous = (_own(body, name) for name in ("store", "background", "previous_response_id"))
     if store is None and exchange.is_background:
         store = False  # a batch's answers are in its file, and would put out those that clients go on from
-    items = _history(serving, previous) + input_items(body.get("input"))
+    items = _history(serving, previous) + _new_items(serving, body.get("input"))
     if background and (store is False or body.get("stream")):
         needs = "it is stored" if store is False else "nobody waits for a stream"
         raise errors.invalid_value("background", f"`background` works only where {needs}.")
@@ -94,6 +94,20 @@ def _history(serving: Serving, previous: str | None) -> list[Json]:
     return [*stored.items, *stored.response["output"]]
 
 
+def _new_items(serving: Serving, given: object) -> list[Json]:
+    """A request's own items, those that it only names found among the stored ones. Raises ApiError (400)."""
+    items = input_items(given)
+    for place, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            named = item.get("id")
+            found = serving.responses.item(named) if isinstance(named, str) else None
+            if found is None:
+                message = f"no stored response has the item {errors.quoted(named)}; send the item itself."
+                raise errors.invalid_value(f"input[{place}].id", f"`input[{place}]`: {message}")
+            items[place] = found
+    return items
+
+
 def _in_background(serving: Serving, chat: Chat, told: Translation, items: list[Json]) -> Json:
     """The response as it begins; it goes on without its client."""
     writer = ResponsesWriter(told)
@@ -130,7 +144,7 @@ async def input_tokens(serving: Serving, exchange: Exchange) -> None:
     """How many tokens a request's prompt has."""
     serving.ready_info()
     body = await read_body(serving, exchange)
-    items = _history(serving, _own(body, "previous_response_id")) + input_items(body.get("input"))
+    items = _history(serving, _own(body, "previous_response_id")) + _new_items(serving, body.get("input"))
     body = {name: value for name, value in body.items() if name not in ("store", "background", "stream")}
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
     with named_as("responses"):

@@ -124,10 +124,6 @@ def translate_request(
     is malformed or that the upstream has no words for."""
     conversation = read_request(body, client)
     known = habits if habits is not None else habits_of(upstream_model)
-    if conversation.tool_choice is not None and conversation.tool_choice.mode == "named":
-        name = conversation.tool_choice.name
-        if all(tool.name != name for tool in conversation.tools):
-            raise errors.invalid_value("tool_choice", f"`tool_choice` names the tool `{name}`, which `tools` lacks.")
     match upstream:
         case "chat":
             sent, dropped = chat_request.write(
@@ -164,7 +160,22 @@ def translate_request(
 
 def read_request(body: Mapping[str, Any], client: Dialect) -> Conversation:
     """A client's body, checked and understood, without an upstream: what counting its tokens needs."""
-    return _READ_REQUEST[client](dict(body))
+    conversation = _READ_REQUEST[client](dict(body))
+    _check_choice(conversation)
+    return conversation
+
+
+def _check_choice(conversation: Conversation) -> None:
+    """Raises ApiError (400) where a call is demanded of a tool that is not there, or that is not the client's own."""
+    choice = conversation.tool_choice
+    if choice is None:
+        return
+    if choice.mode == "named" and all(tool.name != choice.name for tool in conversation.tools):
+        message = f"`tool_choice` names the tool `{choice.name}`, which `tools` lacks."
+        raise errors.invalid_value("tool_choice", message)
+    if choice.mode == "required" and not conversation.tools:
+        message = "`tool_choice` demands a call, but `tools` has no tool of the client's own that could be called."
+        raise errors.invalid_value("tool_choice", message)
 
 
 @dataclass(frozen=True, slots=True)
