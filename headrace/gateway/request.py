@@ -206,6 +206,7 @@ def call_for(
             request_id=request.request_id.decode("latin-1"),
             prompt_tokens=request.facts.prompt_tokens,
             wants_usage_of_upstream=request.stream,
+            continues=upstream.extended_sampling,
         )
         sent_headers[b"content-type"] = b"application/json"
         return Call(

@@ -71,6 +71,7 @@ def translate(
     request_id: str,
     prompt_tokens: int,
     wants_usage_of_upstream: bool,
+    continues: bool,
 ) -> Translation:
     """Raises ApiError (400) for what the upstream's dialect has no words for."""
     sent = translate_request(
@@ -82,6 +83,7 @@ def translate(
         request_id=request_id,
         created_s=int(time.time()),
         prompt_tokens=prompt_tokens,
+        continues=continues,
     )
     fields = sent.body
     if dialect == "chat" and wants_usage_of_upstream:

@@ -21,7 +21,7 @@ from headrace.protocol.openai_chat import ChatFields
 from headrace.protocol.sampling import SamplingFields
 from headrace.protocol.tools import tool_request
 from headrace.protocol.translate import chat_request, translator
-from headrace.protocol.translate.conversation import Conversation, Text, ToolCall
+from headrace.protocol.translate.conversation import Conversation
 from headrace.protocol.translate.delta_reader import DeltaReader
 from headrace.protocol.translate.events import Dialect, Event
 from headrace.protocol.translate.exchange import Outgoing
@@ -118,7 +118,9 @@ def _asked(body: Mapping[str, Any], dialect: Dialect, *, thinks: bool) -> Asked:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise errors.invalid_type("model", "a string", errors.quoted(model))
-    chat, dropped = chat_request.write(plain, model=model or "", max_tokens_field="max_tokens", takes_effort=True)
+    chat, dropped = chat_request.write(
+        plain, model=model or "", max_tokens_field="max_tokens", takes_effort=True, continues=True
+    )
     names = list(dropped)
     names += [name for name in _NO_PLACE if chat.pop(name, None)]
     if conversation.thinking is not None:
@@ -128,8 +130,6 @@ def _asked(body: Mapping[str, Any], dialect: Dialect, *, thinks: bool) -> Asked:
                 chat["thinking_token_budget"] = conversation.thinking_budget_tokens
         elif conversation.thinking != "off":
             names.append("thinking")
-    if dialect == "messages" and _is_begun(conversation):
-        chat["continue_final_message"] = True
     chat.pop("stream_options", None)
     read = Body(_encode(chat))
     fields, sampling = read.read(ChatFields), read.read(SamplingFields)
@@ -137,13 +137,6 @@ def _asked(body: Mapping[str, Any], dialect: Dialect, *, thinks: bool) -> Asked:
         raise errors.invalid_value("n", "this endpoint gives one answer a request; send the request several times.")
     names += unknown_fields(read.others())
     return Asked(conversation, fields, sampling, tuple(dict.fromkeys(names)))
-
-
-def _is_begun(conversation: Conversation) -> bool:
-    """Whether the last turn is the beginning of the answer, which is to go on with it."""
-    last = conversation.turns[-1]
-    has_text = any(isinstance(part, Text) and part.text for part in last.parts)
-    return last.role == "assistant" and has_text and not any(isinstance(part, ToolCall) for part in last.parts)
 
 
 async def counted(serving: Serving, exchange: Exchange, asked: Asked) -> int:

@@ -49,6 +49,34 @@ def refused(client: Dialect, upstream: Dialect, body: Json) -> tuple[str | None,
     return caught.value.param, caught.value.code
 
 
+@pytest.mark.parametrize("content", ["Well, (", [{"type": "text", "text": "Well, ("}]])
+def test_a_begun_answer_goes_on_where_the_upstream_can_and_is_reported_where_not(content: Any):
+    body = {"model": "asked", "max_tokens": 5, "messages": [USER, {"role": "assistant", "content": content}]}
+
+    def to(upstream: Dialect, body: Json, **own: Any) -> TranslatedRequest:
+        names: Any = {"model": "asked", "upstream_model": "real", "request_id": "r", "created_s": 1}
+        return translate_request(body, client="messages", upstream=upstream, **names, **own)
+
+    request = to("chat", body, continues=True)
+    assert request.body["messages"][-1] == {"role": "assistant", "content": "Well, ("}
+    assert (request.body["continue_final_message"], request.body["add_generation_prompt"]) == (True, False)
+    assert request.dropped == ()
+    assert to("chat", body).dropped == to("responses", body).dropped == ("messages.prefill",)
+    assert "continue_final_message" not in to("chat", body).body
+    ended = {**body, "messages": [*body["messages"], USER]}
+    called = {**body, "messages": [USER, {"role": "assistant", "content": [CALL_BLOCK]}]}
+    for other in (ended, called):
+        assert "continue_final_message" not in to("chat", other, continues=True).body
+
+
+@pytest.mark.parametrize("upstream", ["chat", "messages", "responses"])
+def test_a_call_is_not_demanded_of_no_tools(upstream: Dialect):
+    assert refused("messages", upstream, {"tool_choice": {"type": "any"}}) == ("tool_choice", "invalid_value")
+    assert refused("responses", upstream, {"tool_choice": "required"}) == ("tool_choice", "invalid_value")
+    hosted = {"tool_choice": "required", "tools": [{"type": "web_search"}]}
+    assert refused("responses", upstream, hosted) == ("tool_choice", "invalid_value")
+
+
 # system prompts
 
 

@@ -258,13 +258,20 @@ def known_format(format: Json, path: str) -> Json:
 
 
 def write(
-    conversation: Conversation, *, model: str, max_tokens_field: str, takes_effort: bool
+    conversation: Conversation, *, model: str, max_tokens_field: str, takes_effort: bool, continues: bool = False
 ) -> tuple[Json, tuple[str, ...]]:
-    """The body for a chat upstream and the names of the fields that were left out. Raises ApiError (400)."""
+    """The body for a chat upstream and the names of the fields that were left out. Raises ApiError (400).
+
+    `continues`: the upstream can go on with an answer that the client has begun, as Headrace and vLLM can.
+    """
     report = Report(conversation.dropped)
     body: Json = {"model": model, "messages": _messages(conversation.turns, report)}
     if not body["messages"]:
         raise errors.invalid_value("messages", "the request has no message with any content.")
+    if conversation.begins_answer and continues:
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    elif conversation.begins_answer:
+        report.drop("messages.prefill")
     if conversation.max_tokens is not None:
         body[max_tokens_field] = conversation.max_tokens
     for name, value in (("temperature", conversation.temperature), ("top_p", conversation.top_p)):

@@ -121,6 +121,8 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
+    begins_answer: bool = False
+    """The last turn is the beginning of the answer, which is to go on with it."""
     tool_choice: ToolChoice | None = None
     parallel_calls: bool | None = None
     max_tokens: int | None = None

@@ -82,6 +82,7 @@ def read(body: Json) -> Conversation:
     return Conversation(
         turns=tuple(turns),
         tools=tools,
+        begins_answer=_begins_answer(turns[-1]),
         tool_choice=choice,
         parallel_calls=parallel,
         max_tokens=wire.optional_int(body.get("max_tokens"), "max_tokens"),
@@ -98,6 +99,11 @@ def read(body: Json) -> Conversation:
         dropped=report.names,
         origins=origins,
     )
+
+
+def _begins_answer(last: Turn) -> bool:
+    has_text = any(isinstance(part, Text) and part.text for part in last.parts)
+    return last.role == "assistant" and has_text and not any(isinstance(part, ToolCall) for part in last.parts)
 
 
 def _read_thinking(thinking: Json) -> Literal["on", "off", "adaptive"] | None:

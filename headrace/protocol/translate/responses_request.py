@@ -249,6 +249,8 @@ def write(conversation: Conversation, *, model: str) -> tuple[Json, tuple[str, .
             body[name] = value
     if conversation.stop:
         report.drop("stop")
+    if conversation.begins_answer:
+        report.drop("messages.prefill")
     if conversation.tools:
         body["tools"] = [_tool(tool) for tool in conversation.tools]
         if conversation.tool_choice is not None:

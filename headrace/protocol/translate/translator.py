@@ -118,9 +118,11 @@ def translate_request(
     created_s: int,
     prompt_tokens: int = 0,
     habits: UpstreamHabits | None = None,
+    continues: bool = False,
 ) -> TranslatedRequest:
     """`model`: as the client named it (the answer carries it). `prompt_tokens`: an estimate, shown until the upstream
-    counts. `habits` None: those that the upstream model's name suggests. Raises ApiError (400) naming the field that
+    counts. `habits` None: those that the upstream model's name suggests. `continues`: a chat upstream can go on with an
+    answer that the client has begun. Raises ApiError (400) naming the field that
     is malformed or that the upstream has no words for."""
     conversation = read_request(body, client)
     known = habits if habits is not None else habits_of(upstream_model)
@@ -131,6 +133,7 @@ def translate_request(
                 model=upstream_model,
                 max_tokens_field=known.max_tokens_field,
                 takes_effort=known.takes_effort,
+                continues=continues,
             )
         case "messages":
             sent, dropped = messages_request.write(
