@@ -156,6 +156,9 @@ def _grammar_error(spec: GrammarSpec, problem: str) -> GrammarError:
     if spec.kind != "json_schema":
         return GrammarError(f"`{field}` cannot be used: {problem}", field)
     path, part = _innermost(json.loads(spec.text), problem, time.monotonic() + BLAME_S)
+    if "coerce_one_of" in problem:
+        why = "has parts that do not exclude each other, which cannot be enforced; `anyOf` can."
+        return GrammarError(f"`{field}{path}`: `oneOf` {why}", field + path)
     unsupported = _UNSUPPORTED.search(problem)
     if unsupported is None:
         return GrammarError(f"`{field}` cannot be used: {problem} (at `{field}{path}`)", field + path)

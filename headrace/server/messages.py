@@ -11,10 +11,11 @@ from headrace.protocol.translate.exchange import Outgoing, typed
 from headrace.protocol.translate.listings import token_count
 from headrace.protocol.translate.messages_writer import MessagesWriter, write_whole
 from headrace.server.chat import Chat, begin_chat
+from headrace.server.client_names import ClientNames, named_as
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
-from headrace.server.translated import counted, events_of, named_as, outgoing, read_asked, read_body, stream_events
+from headrace.server.translated import counted, events_of, outgoing, read_asked, read_body, stream_events
 
 _PING = typed({"type": "ping"})
 
@@ -27,7 +28,7 @@ async def messages(serving: Serving, exchange: Exchange) -> None:
     if body.get("max_tokens") is None:
         raise errors.missing_field("max_tokens", "say how many tokens the answer may have.")
     asked = await read_asked(serving, exchange, body, "messages")
-    with named_as("messages"):
+    with named_as(asked.names):
         chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="msg", shortens_answer=True)
     told = Translation(
         client="messages",
@@ -40,19 +41,19 @@ async def messages(serving: Serving, exchange: Exchange) -> None:
     )
 
     async def whole() -> None:
-        await exchange.answer_json(write_whole(answer_of(await events_of(chat)), told))
+        await exchange.answer_json(write_whole(answer_of(await events_of(chat, asked.names)), told))
 
     with serving.generating():
         if not told.stream:
             return await watched(exchange, whole(), b"")
         writer = MessagesWriter(told)
-        await stream_events(exchange, _with_ping(chat, writer), writer, ping=_PING.encode())
+        await stream_events(exchange, _with_ping(chat, writer, asked.names), writer, ping=_PING.encode())
 
 
-async def _with_ping(chat: Chat, writer: MessagesWriter) -> AsyncIterator[list[Outgoing]]:
+async def _with_ping(chat: Chat, writer: MessagesWriter, names: ClientNames) -> AsyncIterator[list[Outgoing]]:
     """A ping follows `message_start`, as Anthropic's own streams have it."""
     is_first = True
-    async for events in outgoing(chat, writer):
+    async for events in outgoing(chat, writer, names):
         yield [events[0], _PING, *events[1:]] if is_first else events
         is_first = False
 
@@ -61,4 +62,6 @@ async def count_tokens(serving: Serving, exchange: Exchange) -> None:
     serving.ready_info()
     body = await read_body(serving, exchange)
     asked = await read_asked(serving, exchange, {**body, "stream": False}, "messages")
-    await exchange.answer_json(token_count("messages", await counted(serving, exchange, asked)))
+    with named_as(asked.names):
+        count = await counted(serving, exchange, asked)
+    await exchange.answer_json(token_count("messages", count))

@@ -16,11 +16,12 @@ from headrace.protocol.translate.listings import token_count
 from headrace.protocol.translate.responses_writer import ResponsesWriter, write_whole
 from headrace.protocol.translate.translator import ECHOED
 from headrace.server.chat import Chat, begin_chat
+from headrace.server.client_names import ClientNames, named_as
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.response_store import input_items
 from headrace.server.serving import Serving
-from headrace.server.translated import counted, events_of, named_as, outgoing, read_asked, read_body, stream_events
+from headrace.server.translated import counted, events_of, outgoing, read_asked, read_body, stream_events
 
 logger = logging.getLogger("headrace.server")
 
@@ -41,7 +42,7 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
         needs = "it is stored" if store is False else "nobody waits for a stream"
         raise errors.invalid_value("background", f"`background` works only where {needs}.")
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
-    with named_as("responses"):
+    with named_as(asked.names):
         chat = await begin_chat(serving, exchange, asked.fields, asked.sampling, prefix="resp", where="input")
     echo = {name: body[name] for name in ECHOED if body.get(name) is not None}
     echo |= {"store": store is not False, "background": bool(background), "previous_response_id": previous}
@@ -61,18 +62,18 @@ async def responses(serving: Serving, exchange: Exchange) -> None:
             serving.responses.put(event.data["response"], items)
 
     async def whole() -> None:
-        response = write_whole(answer_of(await events_of(chat)), told)
+        response = write_whole(answer_of(await events_of(chat, asked.names)), told)
         if store is not False:
             serving.responses.put(response, items)
         await exchange.answer_json(response)
 
     if background:
-        return await exchange.answer_json(_in_background(serving, chat, told, items))
+        return await exchange.answer_json(_in_background(serving, chat, told, items, asked.names))
     with serving.generating():
         if not told.stream:
             return await watched(exchange, whole(), b"")
         writer = ResponsesWriter(told)
-        await stream_events(exchange, outgoing(chat, writer), writer, ping=sse.KEEP_ALIVE, seen=keep)
+        await stream_events(exchange, outgoing(chat, writer, asked.names), writer, ping=sse.KEEP_ALIVE, seen=keep)
 
 
 def _own(body: Json, name: str) -> Any:
@@ -108,7 +109,7 @@ def _new_items(serving: Serving, given: object) -> list[Json]:
     return items
 
 
-def _in_background(serving: Serving, chat: Chat, told: Translation, items: list[Json]) -> Json:
+def _in_background(serving: Serving, chat: Chat, told: Translation, items: list[Json], names: ClientNames) -> Json:
     """The response as it begins; it goes on without its client."""
     writer = ResponsesWriter(told)
     begun = {**_begun(chat, told), "status": "queued"}
@@ -116,7 +117,7 @@ def _in_background(serving: Serving, chat: Chat, told: Translation, items: list[
     async def generate() -> None:
         try:
             with serving.generating():
-                async for events in outgoing(chat, writer):
+                async for events in outgoing(chat, writer, names):
                     keep(events)
         except ApiError as error:
             keep(writer.fail(error))
@@ -147,6 +148,6 @@ async def input_tokens(serving: Serving, exchange: Exchange) -> None:
     items = _history(serving, _own(body, "previous_response_id")) + _new_items(serving, body.get("input"))
     body = {name: value for name, value in body.items() if name not in ("store", "background", "stream")}
     asked = await read_asked(serving, exchange, {**body, "input": items} if items else body, "responses")
-    with named_as("responses"):
+    with named_as(asked.names):
         count = await counted(serving, exchange, asked)
     await exchange.answer_json(token_count("responses", count))

@@ -6,9 +6,8 @@ body ─► Conversation ─► ChatFields ─► (chat.py) ─► deltas ─►
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from headrace.protocol.translate.events import Dialect, Event
 from headrace.protocol.translate.exchange import Outgoing
 from headrace.protocol.unbuilt_fields import unknown_fields
 from headrace.server.chat import Chat, prompt_of
+from headrace.server.client_names import ClientNames, named_as
 from headrace.server.http import Exchange
 from headrace.server.replies import watched
 from headrace.server.serving import Serving
@@ -41,42 +41,6 @@ _NO_PLACE = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", 
 _encode = msgspec.json.Encoder().encode
 
 
-_OWN_NAMES: Mapping[Dialect, Mapping[str, str]] = {
-    "messages": {
-        "stop": "stop_sequences",
-        "max_completion_tokens": "max_tokens",
-        "response_format.json_schema": "output_config.format",
-        "response_format": "output_config.format",
-    },
-    "responses": {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-    },
-}
-"""What a client calls a field of chat, by dialect."""
-
-
-@contextmanager
-def named_as(dialect: Dialect) -> Iterator[None]:
-    """An ApiError inside names its field as the client does."""
-    try:
-        yield
-    except ApiError as error:
-        param = error.param or ""
-        for name, own in _OWN_NAMES.get(dialect, {}).items():
-            if re.match(re.escape(name) + r"(?!\w)", param):
-                message = error.message.replace(f"`{name}", f"`{own}")
-                param = own + param[len(name) :]
-                headers = error.headers
-                raise ApiError(
-                    error.status, message, type=error.type, code=error.code, param=param, headers=headers
-                ) from None
-        raise
-
-
 @dataclass(frozen=True)
 class Asked:
     """A request as chat has it. `dropped` are fields that have no effect."""
@@ -85,6 +49,7 @@ class Asked:
     fields: ChatFields
     sampling: SamplingFields
     dropped: tuple[str, ...]
+    names: ClientNames
 
 
 async def read_body(serving: Serving, exchange: Exchange) -> Json:
@@ -102,7 +67,7 @@ async def read_body(serving: Serving, exchange: Exchange) -> Json:
 async def read_asked(serving: Serving, exchange: Exchange, body: Mapping[str, Any], dialect: Dialect) -> Asked:
     """Raises ApiError (400) naming the field at fault; fields without effect are named in the answer's header."""
     num_chars = len(str(body.get("messages") or body.get("input") or ""))
-    with named_as(dialect):
+    with named_as(ClientNames(dialect)):
         asked = await serving.aside(num_chars, lambda: _asked(body, dialect, thinks=serving.thinks))
     if asked.dropped:
         exchange.warn_ignored(asked.dropped)
@@ -132,11 +97,13 @@ def _asked(body: Mapping[str, Any], dialect: Dialect, *, thinks: bool) -> Asked:
             names.append("thinking")
     chat.pop("stream_options", None)
     read = Body(_encode(chat))
-    fields, sampling = read.read(ChatFields), read.read(SamplingFields)
+    client_names = ClientNames(dialect, tuple(tool.path for tool in conversation.tools))
+    with named_as(client_names):
+        fields, sampling = read.read(ChatFields), read.read(SamplingFields)
     if (sampling.n or 1) != 1 or (sampling.best_of or 1) != 1:
         raise errors.invalid_value("n", "this endpoint gives one answer a request; send the request several times.")
     names += unknown_fields(read.others())
-    return Asked(conversation, fields, sampling, tuple(dict.fromkeys(names)))
+    return Asked(conversation, fields, sampling, tuple(dict.fromkeys(names)), client_names)
 
 
 async def counted(serving: Serving, exchange: Exchange, asked: Asked) -> int:
@@ -165,25 +132,27 @@ class Writer(Protocol):
     def fail(self, error: ApiError) -> Iterable[Outgoing]: ...
 
 
-async def outgoing(chat: Chat, writer: Writer) -> AsyncIterator[list[Outgoing]]:
-    """The dialect's events, as each delta gives them. Raises ApiError as the engine does."""
+async def outgoing(chat: Chat, writer: Writer, names: ClientNames) -> AsyncIterator[list[Outgoing]]:
+    """The dialect's events, as each delta gives them. Raises ApiError as the engine does, in the client's words."""
     reader = DeltaReader(chat.head)
-    async with aclosing(chat.deltas) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            if delta.prompt_logprobs is not None:
-                continue
-            chat.tally.add(delta)
-            yield [sent for event in reader.read(delta, chat.tally.usage) for sent in writer.write(event)]
+    with named_as(names):
+        async with aclosing(chat.deltas) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    continue
+                chat.tally.add(delta)
+                yield [sent for event in reader.read(delta, chat.tally.usage) for sent in writer.write(event)]
 
 
-async def events_of(chat: Chat) -> list[Event]:
+async def events_of(chat: Chat, names: ClientNames) -> list[Event]:
     """All events of an answer that is not streamed."""
     reader = DeltaReader(chat.head)
     found: list[Event] = []
-    async with aclosing(chat.deltas) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            chat.tally.add(delta)
-            found += reader.read(delta, chat.tally.usage)
+    with named_as(names):
+        async with aclosing(chat.deltas) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                chat.tally.add(delta)
+                found += reader.read(delta, chat.tally.usage)
     return found
 
 

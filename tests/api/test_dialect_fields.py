@@ -125,3 +125,54 @@ def test_an_item_of_a_stored_response_can_be_named(post: Any, engine: ScriptedEn
     assert post("/v1/responses/input_tokens", input=body).json()["input_tokens"] == len(engine.requests[-1].token_ids)
     status, param, message = fault(post("/v1/responses", input=[{"type": "item_reference", "id": "msg_none"}]))
     assert (status, param) == (400, "input[0].id") and "msg_none" in message
+
+
+# errors in the client's words
+
+OWN: Any = {
+    "messages": {"name": "f", "input_schema": {"type": "string"}},
+    "responses": {"type": "function", "name": "f"},
+}
+LONG = 9007199254740993
+FILE = {"type": "file", "file_id": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/messages", {"tools": [SEARCH, OWN["messages"]]}, "tools[1].input_schema.type"),
+        ("/v1/messages/count_tokens", {"tools": [SEARCH, OWN["messages"]]}, "tools[1].input_schema.type"),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "web_search"}, {**OWN["responses"], "parameters": {"type": "array"}}]},
+            "tools[1].parameters.type",
+        ),
+        ("/v1/messages", {"stop_sequences": ["a"] * 5000}, "stop_sequences"),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"const": LONG}}}},
+            "text.format.schema.const",
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"const": LONG}}}},
+            "output_config.format.schema.const",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://a.invalid/b.png"}]}]},
+            "input",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER, {"role": "user", "content": [{"type": "image", "source": FILE}]}]},
+            "messages",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_name_the_fields_that_the_client_sent(post: Any, path: str, body: Any, param: str) -> None:
+    status, found, message = fault(post(path, **body))
+    assert status == 400
+    assert found.startswith(param) if path == "/v1/responses" else param in message
+    for foreign in ("response_format", ".function", "messages[", "upstream", "`stop`"):
+        assert foreign not in message + found

@@ -196,6 +196,8 @@ def test_the_innermost_part_at_fault_is_named(compiler: GrammarCompiler) -> None
     field, message = fault({"properties": {"a": {"prefixItems": [{}, {"pattern": "(?=x)"}]}}, "required": ["a"]})
     assert field == "guided_json.properties.a.prefixItems[1]"
     assert "look-around" in message
+    field, message = fault({"properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}})
+    assert field == "guided_json.properties.a" and "`anyOf` can" in message and "option" not in message
     field, message = fault({"properties": {"a": {"type": "strng"}}})
     assert field == "guided_json.properties.a" and "strng" in message
     field, message = fault({"$defs": {"loop": {"$ref": "#/$defs/loop"}}, "$ref": "#/$defs/loop"})

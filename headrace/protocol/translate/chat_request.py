@@ -191,7 +191,7 @@ def read_tool(described: Json, origin: ToolOrigin, path: str, report: Report) ->
     name = tool_name(origin.name, origin.namespace)
     if not origin.custom:
         schema = wire.optional_mapping(described.get("parameters"), f"{path}.parameters")
-        return Tool(name, description, schema, wire.optional_bool(described.get("strict"), f"{path}.strict"))
+        return Tool(name, description, schema, wire.optional_bool(described.get("strict"), f"{path}.strict"), path)
     grammar = described.get("format")
     if isinstance(grammar, dict) and grammar.get("type") == "grammar":
         report.drop("tools.format")
@@ -202,7 +202,7 @@ def read_tool(described: Json, origin: ToolOrigin, path: str, report: Report) ->
         )
     text = {"type": "string", "description": "The whole input of the tool, as plain text."}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return Tool(name, description, schema)
+    return Tool(name, description, schema, path=path)
 
 
 def _read_choice(body: Json) -> tuple[ToolChoice | None, frozenset[str] | None]:

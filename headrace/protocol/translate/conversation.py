@@ -94,6 +94,8 @@ class Tool:
     description: str | None
     schema: Mapping[str, Any] | None
     strict: bool | None = None
+    path: str = "tools"
+    """Where the client's request has it."""
 
 
 @dataclass(frozen=True, slots=True)

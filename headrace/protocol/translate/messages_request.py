@@ -215,7 +215,7 @@ def _read_tools(body: Json, report: Report) -> tuple[tuple[Tool, ...], dict[str,
         description = wire.optional_string(tool.get("description"), f"{path}.description")
         schema = wire.mapping(tool.get("input_schema"), f"{path}.input_schema")
         strict = wire.optional_bool(tool.get("strict"), f"{path}.strict")
-        tools.append(Tool(tool_name(origin.name), description, schema, strict))
+        tools.append(Tool(tool_name(origin.name), description, schema, strict, path))
     return tuple(tools), origins_of(origins)
 
 
