@@ -24,6 +24,9 @@ FALLBACK = tool_formats.FORMATS["hermes"]
 """Told to a model whose template knows nothing of tools."""
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """`tool_template` is the model's template for requests with tools, where it has one of its own.
@@ -88,13 +91,24 @@ class ChatFormat:
             variables.setdefault("enable_thinking", fields.enable_thinking)
             if "enable_thinking" not in known:
                 exchange.warn_ignored(["enable_thinking"])
-        if effort is not None and "reasoning_effort" in known:
-            variables.setdefault("reasoning_effort", effort)
-        elif effort is not None and "enable_thinking" in known:
-            variables.setdefault("enable_thinking", effort != "none")
-        elif effort not in (None, "none"):
+        if effort is not None and not self._put_effort(effort, variables):
             exchange.warn_ignored(["reasoning_effort"])
         return variables
+
+    def _put_effort(self, effort: str, variables: dict[str, Any]) -> bool:
+        """Whether the template is told all that it says; where it knows only whether to think, it is told that.
+        Raises ApiError (400) for an effort that has no meaning."""
+        if effort not in EFFORTS:
+            guess = errors.nearest(effort, EFFORTS)
+            hint = f" Did you mean `{guess}`?" if guess else ""
+            message = f"`reasoning_effort` is {errors.quoted(effort)}; use {', '.join(EFFORTS)}.{hint}"
+            raise errors.invalid_value("reasoning_effort", message)
+        known = self.template.variables
+        if "reasoning_effort" in known:
+            return bool(variables.setdefault("reasoning_effort", effort) == effort)
+        if "enable_thinking" in known:
+            return variables.setdefault("enable_thinking", effort != "none") is False and effort == "none"
+        return effort == "none" and self.reasoning is None
 
     def reading(self, fields: ChatFields, tools: ToolRequest, *, is_thinking: bool) -> Reading:
         """Raises ApiError (400) for tools that the model could call, and nobody could read it."""

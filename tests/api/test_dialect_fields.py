@@ -127,6 +127,26 @@ def test_an_item_of_a_stored_response_can_be_named(post: Any, engine: ScriptedEn
     assert (status, param) == (400, "input[0].id") and "msg_none" in message
 
 
+def test_an_effort_without_effect_is_named_and_one_without_meaning_refused(post: Any) -> None:
+    said = ("minimal", "low", "medium", "high", "xhigh", "max")
+    for effort in said:
+        for path, body in (
+            ("/v1/chat/completions", {"reasoning_effort": effort}),
+            ("/v1/responses", {"reasoning": {"effort": effort}}),
+            ("/v1/messages", {"output_config": {"effort": effort}}),
+        ):
+            answer = post(path, **body)
+            assert (answer.status_code, answer.headers["x-headrace-ignored"]) == (200, "reasoning_effort"), path
+    assert "x-headrace-ignored" not in post("/v1/chat/completions", reasoning_effort="none").headers
+    for path, body, name in (
+        ("/v1/chat/completions", {"reasoning_effort": "zz"}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": "hihg"}}, "reasoning.effort"),
+        ("/v1/messages", {"output_config": {"effort": ""}}, "output_config.effort"),
+    ):
+        status, _, message = fault(post(path, **body))
+        assert status == 400 and f"`{name}`" in message
+
+
 # errors in the client's words
 
 OWN: Any = {
