@@ -115,7 +115,7 @@ BAD_TOML = [
     ('[plans.p]\nbudget = 5\nbudget_period = "yearly"\n', "headrace.toml:6: plans.p.budget_period", "day, week, month"),
     ('[plans.p]\nbudget_period = "day"\n', "headrace.toml:5: plans.p.budget_period", "without a budget"),
     ("[engine.e]\nmax_modle_len = 1\n", "headrace.toml:5: unknown key engine.e.max_modle_len", "max_model_len"),
-    ("[engine.e]\nmax_model_len = -5\n", "headrace.toml:4: engine.e --max-model-len", "1 or more"),
+    ("[engine.e]\nmax_model_len = -5\n", "headrace.toml:4: engine.e --max-model-len", "2 or more"),
     ("[engine.e]\nport = 0\n", "headrace.toml:5: engine.e.port", "fixed port"),
     ("[engine.e]\nport = 9\n[engine.f]\nport = 9\n", "headrace.toml:5: engine.e.port", "another engine's"),
     ("[engine.local]\n", "headrace.toml:4: engine", "an upstream by itself"),
