@@ -49,6 +49,10 @@ class DeadEnd(Exception):
     """No token may come next, and the text is not complete; the message is for the client."""
 
 
+class TooCostly(DeadEnd):
+    """Text may follow, but finding out which costs too much; the message says why, for the client."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
     """Of the model's tokens: their bytes, and which of them begin with a digit, or with a zero."""
@@ -95,9 +99,11 @@ class GrammarState:
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._spent_s += time.thread_time() - started_s
         if self._spent_s > MASKS_AHEAD_S + MASK_S * len(generated):
-            raise DeadEnd("it is too costly to follow")
+            raise TooCostly("its masks take too much time")
         if self.matcher.is_stopped() and not self.matcher.is_accepting():
-            raise DeadEnd(self._reason())
+            if self.matcher.is_error() and "NoExtension" not in self.matcher.get_error():
+                raise TooCostly(self._trouble())
+            raise DeadEnd("no text that follows would fit it")
         if self._holds_json and self._number_is_long():
             # Where only digits may come, such as behind -44.000 for less than -44, a zero would only put it off.
             for unwanted in (self._tokens.digits, self._tokens.zeros):
@@ -106,15 +112,10 @@ class GrammarState:
                     return shorter
         return mask
 
-    def _reason(self) -> str:
-        """Why the matcher stopped."""
-        if not self.matcher.is_error():
-            return "no text that follows would fit it"
-        known = _REASONS.get(self.matcher.stop_reason())
-        if known is not None:
-            return known
+    def _trouble(self) -> str:
+        """Why the library gave up."""
         said = str(self.matcher.get_error()).partition("\n")[0][:MAX_QUOTED_CHARS]
-        return f"the grammar library cannot follow it any further ({said})"
+        return _REASONS.get(self.matcher.stop_reason()) or f"the grammar library gave up ({said})"
 
     def is_complete(self, generated: Tokens) -> bool:
         """Whether nothing may follow `generated`: the last token was an end token, or the text is complete."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.runtime.grammar import DeadEnd, Mask, Tokens, mask_of
+from headrace.runtime.grammar import DeadEnd, Mask, Tokens, TooCostly, mask_of
 from headrace.runtime.sampling import SequenceSampling
 from headrace.runtime.token_rules import TokenRules
 
@@ -46,6 +46,9 @@ def step_mask(states: Sequence[SequenceSampling], tokens: Sequence[Tokens], voca
             allowed = state.grammar.mask(generated)
             if allowed is not None and state.rules is not None:
                 allowed = _narrowed(allowed, state.rules, generated)
+        except TooCostly as error:
+            dead_ends[row] = f"The grammar is too costly to be followed any further: {error}."
+            continue
         except DeadEnd as error:
             dead_ends[row] = f"The grammar allows nothing more: {error}."
             continue

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace.protocol.ipc import GrammarSpec
-from headrace.runtime.grammar import DeadEnd, Grammar, GrammarError, TokenKinds, mask_of
+from headrace.runtime.grammar import DeadEnd, Grammar, GrammarError, TokenKinds, TooCostly, mask_of
 from headrace.runtime.grammar_check import GrammarCheck, Words
 from headrace.runtime.grammar_store import SHORT_CHARS
 from headrace.text.tokenizer import Tokenizer
@@ -72,6 +72,8 @@ class GrammarCompiler:
         try:
             # The first mask is the dearest, and copies of the matcher keep what it learnt.
             first.mask(nothing)
+        except TooCostly as error:
+            raise GrammarError(f"`{spec.field}` is too costly to follow: {error}.", spec.field) from None
         except DeadEnd as error:
             raise GrammarError(f"`{spec.field}` allows no text at all: {error}.", spec.field) from None
         started_s = time.thread_time()

@@ -18,7 +18,7 @@ from headrace.protocol.errors import ApiError
 from headrace.protocol.grammar_text import LarkRules, json_schema_grammar, lark_grammar
 from headrace.protocol.ipc import GrammarSpec, SamplingParams
 from headrace.protocol.structural_tag import structural_tag_grammar
-from headrace.runtime.grammar import MASK_S, MASKS_AHEAD_S, DeadEnd, Grammar, GrammarError, GrammarState
+from headrace.runtime.grammar import MASK_S, MASKS_AHEAD_S, DeadEnd, Grammar, GrammarError, GrammarState, TooCostly
 from headrace.runtime.grammar_mask import step_mask
 from headrace.runtime.grammar_source import GrammarCompiler
 from headrace.runtime.grammar_store import KEPT, SHORT_CHARS, GrammarStore
@@ -305,8 +305,20 @@ def test_a_grammar_the_library_gives_up_on_is_not_said_to_have_ended(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     state = compiler.compile(spec_of("regex", "[ab]+")).start()
-    with pytest.raises(DeadEnd, match="cannot follow it any further"):
+    with pytest.raises(TooCostly, match="the grammar library gave up"):
         state.mask(np.array(tokenizer.encode("c", add_special_tokens=False), np.int32))
+
+
+def test_an_answer_that_becomes_too_costly_is_said_to_be_that(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "string", "pattern": "^.{0,5000}x.{0,5000}y.{0,5000}$"}
+    state = sampling_state(compiler.compile(json_schema_grammar(schema, "f")))
+    quote = tokenizer.encode('"', add_special_tokens=False)
+    words = [token for token in range(VOCAB) if tokenizer.token_bytes(token).isalpha()]
+    token_ids, random = quote, np.random.default_rng(1)
+    while not isinstance(said := masked_tokens(state, token_ids), str):
+        assert len(token_ids) < 1000
+        token_ids = [*token_ids, int(random.choice(words))]
+    assert said.startswith("The grammar is too costly to be followed any further: ")
 
 
 # with what else a request asks for
