@@ -25,7 +25,7 @@ PLACES = NUM_RUNNING + NUM_WAITING
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two run, eight wait."""
     place = tmp_path_factory.mktemp("large")
-    model = tiny_llama(place)
+    model = tiny_llama(place, max_positions=4096)
     flags = f"{model} --threads 1 --max-num-seqs {NUM_RUNNING} --max-num-queued-reqs {NUM_WAITING}"
     flags += " --kv-cache-memory-bytes 32M --max-num-queued-tokens 400"
     with running_server(place / "server.log", flags.split()) as server:
@@ -40,7 +40,7 @@ def ask(server: Server, **body: object) -> httpx.Response:
 @asynccontextmanager
 async def streaming(server: Server, **body: object) -> AsyncIterator[httpx.Response]:
     """A request that has begun to be answered."""
-    usual = {"prompt": "b", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    usual = {"prompt": "b", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(timeout=60) as client:
         request = client.build_request("POST", f"{server.url}/v1/completions", json={**usual, **body})
         answer = await client.send(request, stream=True)
