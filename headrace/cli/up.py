@@ -268,6 +268,11 @@ def _open_gateway(
     return Gateway(snapshot, overrides, listener, ledger, log)
 
 
+async def _all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
 async def _run(
     engines: Sequence[Engine],
     listeners: Sequence[socket.socket],
@@ -286,6 +291,7 @@ async def _run(
         if len(infos) == len(engines):
             all_ready.set()
 
+    listen = [asyncio.Event() for _ in engines]
     running = [
         asyncio.create_task(
             run_engine(
@@ -294,11 +300,18 @@ async def _run(
                 listener,
                 partial(note_ready, engine),
                 ending,
+                listens.set,
             )
         )
-        for engine, listener in zip(engines, listeners, strict=True)
+        for engine, listener, listens in zip(engines, listeners, listen, strict=True)
     ]
-    # The cores load meanwhile, which takes longer.
+    # The engines' servers before the gateway, one after the other, while the cores load.
+    listening = asyncio.create_task(_all(listen))
+    await asyncio.wait({listening, *running}, return_when=asyncio.FIRST_COMPLETED)
+    if not listening.done():
+        listening.cancel()
+        ending.came.set()
+        return max(await asyncio.gather(*running))
     gateway = await asyncio.to_thread(open_gateway)
     if isinstance(gateway, int):
         ending.came.set()

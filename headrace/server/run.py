@@ -121,10 +121,12 @@ async def run_engine(
     listener: socket.socket,
     banner: Callable[[EngineInfo], None],
     ending: Ending,
+    listens: Callable[[], object] = lambda: None,
 ) -> int:
     """One engine and its HTTP server, on a loop that may run others, until `ending` comes; the exit status.
 
-    `banner` is called once the model is ready. 1: it could not start, and standard error says why.
+    `listens` is called once HTTP is answered, `banner` once the model is ready. 1: it could not start, and standard
+    error says why.
     """
     started = time.monotonic()
     bound_heaps()
@@ -143,6 +145,7 @@ async def run_engine(
         app, http = built
         app.serving.batches.resume()
         tasks.append(asyncio.create_task(http.serve(sockets=[listener])))
+        listens()
         ready = asyncio.create_task(until_ready(client))
         await asyncio.wait({ready, ended, tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
