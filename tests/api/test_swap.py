@@ -15,8 +15,8 @@ FLAGS = (
     "--dtype float32 --block-size 8 --max-model-len 120 --kv-cache-memory-bytes 64K --swap-space 0.01 --max-num-seqs 2 "
     "--max-num-queued-tokens 150"
 ).split()
-"""512 bytes a token: 128 tokens of KV cache, and 20,000 in host memory. The model computes enough for a token that it is
-worth fetching one."""
+"""512 bytes a token: 128 tokens of KV cache, and 20,000 in host memory. The model computes so much for a token that it
+is worth fetching one."""
 
 
 @pytest.fixture(scope="module")

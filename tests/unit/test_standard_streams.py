@@ -125,6 +125,12 @@ def test_a_server_whose_start_nobody_can_read_ends_with_one_line(
     assert list((tmp_path / "made").iterdir()) == []
 
 
+def _limited_and_interruptible() -> None:
+    _limit_memory()
+    # Tests that run in the background of a script inherit that it is ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_at_any_moment_of_the_start_ends_it_without_a_trace(tmp_path: Path, model: Path) -> None:
     code = "import sys; from headrace.cli.main import main; print('begun', flush=True); sys.exit(main(sys.argv[1:]))"
     words = ["serve", str(model), "--port", str(free_port()), "--kv-cache-memory-bytes", "8M"]
@@ -134,7 +140,7 @@ def test_ctrl_c_at_any_moment_of_the_start_ends_it_without_a_trace(tmp_path: Pat
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_limit_memory,
+            preexec_fn=_limited_and_interruptible,
             env=os.environ | {"TMPDIR": str(tmp_path)},
         )
         try:
