@@ -133,9 +133,9 @@ def _act(command: str, act: Callable[[KeyStore, Options], None], options: Option
 
 def _place(options: Options) -> tuple[str | None, str]:
     """Database URL and data directory: the options', else the configuration's, else the usual ones."""
+    from headrace.config.gateway_defaults import DATA_DIR
     from headrace.gateway.config_load import load_config
     from headrace.gateway.keys import KeyMistake
-    from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 
     url, data_dir = options.get("database"), options.get("data-dir")
     if "config" in options or (url is None and data_dir is None):
@@ -145,7 +145,7 @@ def _place(options: Options) -> tuple[str | None, str]:
         plan = options.get("plan")
         if plan is not None and plan not in snapshot.plans:
             raise KeyMistake(f"--plan {plan}: the configuration has the plans {', '.join(snapshot.plans) or 'none'}.")
-    return url, data_dir or DEFAULT_DATA_DIR
+    return url, data_dir or DATA_DIR
 
 
 def _create(store: KeyStore, options: Options) -> None:

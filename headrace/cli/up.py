@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.options import Option, parse_options
+from headrace.config import gateway_defaults
 
 if TYPE_CHECKING:
     from headrace.config.settings import EngineSettings, ServerSettings
@@ -46,9 +47,6 @@ GATEWAY_OPTIONS = (
     Option("gateway-database", "URL"),
     Option("data-dir", "DIR"),
 )
-DATA_DIR = "~/.headrace"
-GATEWAY_HOST, GATEWAY_PORT = "127.0.0.1", 8080
-"""Those of the gateway's own settings, which are loaded later: its address is opened first."""
 LATEST_END_S = 3.0
 """After a signal without patience, for everything together."""
 
@@ -130,8 +128,8 @@ def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
         overrides = _overrides(options)
         return _snapshot_of(engine.server, overrides), overrides
 
-    port = int(options.get("gateway-port", GATEWAY_PORT))
-    return _start([engine], Address(options.get("gateway-host", GATEWAY_HOST), port), wanted)
+    port = int(options.get("gateway-port", gateway_defaults.PORT))
+    return _start([engine], Address(options.get("gateway-host", gateway_defaults.HOST), port), wanted)
 
 
 def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
@@ -188,7 +186,7 @@ def _engine(name: str, words: Sequence[str], place: str, data_dir: str | None) -
         return None
     for notice in launch.notices:
         print(f"Note: {place}{notice}", file=sys.stderr, flush=True)
-    kept = launch.server.batch_dir or str(Path(data_dir or DATA_DIR) / "engine" / name)
+    kept = launch.server.batch_dir or str(Path(data_dir or gateway_defaults.DATA_DIR) / "engine" / name)
     return Engine(name, launch.engine, with_port(msgspec.structs.replace(launch.server, batch_dir=kept)))
 
 
@@ -230,7 +228,9 @@ def _start(engines: Sequence[Engine], at: Address, wanted: Callable[[], tuple[Sn
             for e in engines:
                 opened = listen(e.server.host, e.server.port, USUAL_PORT)
                 listeners.append(stack.enter_context(contextlib.closing(opened)))
-            listener = stack.enter_context(contextlib.closing(listen(at.host, at.port, GATEWAY_PORT, "gateway-")))
+            listener = stack.enter_context(
+                contextlib.closing(listen(at.host, at.port, gateway_defaults.PORT, "gateway-"))
+            )
         except CannotListen as error:
             if len(listeners) == len(engines) and any(e.server.port == at.port for e in engines):
                 free = next_free_port(at.host, at.port)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import uvloop
 
+from headrace.config import gateway_defaults
 from headrace.config.errors import ConfigError
 from headrace.gateway.app import create_app
 from headrace.gateway.balance import Load
@@ -34,13 +35,11 @@ from headrace.gateway.reload import Reloader
 from headrace.gateway.route import default_model
 from headrace.gateway.snapshot import Listen, Snapshot
 from headrace.gateway.state import GatewayState
-from headrace.gateway.storage.database import DEFAULT_DATA_DIR
 from headrace.gateway.traces import Tracer
 from headrace.protocol.access_errors import API_KEYS_PAGE
 from headrace.protocol.http_listener import CannotListen, listen
 from headrace.protocol.http_server import LAST_BYTES_S, http_server
 
-USUAL_PORT = 8080
 GIVE_WAY_S = 0.0005
 """So soon the threads that write usage and log let the event loop go on; Python's usual 5 ms are a request's length."""
 
@@ -62,7 +61,7 @@ def run(config_path: str | None, overrides: Overrides = NO_OVERRIDES, *, pages: 
         return 2
     at = snapshot.listen
     try:
-        listener = listen(at.host, at.port, USUAL_PORT)
+        listener = listen(at.host, at.port, gateway_defaults.PORT)
     except CannotListen as error:
         print(f"headrace gateway: {error}", file=sys.stderr)
         return 1
@@ -93,7 +92,7 @@ def open_ledger_at(at: Listen, page: str | None = None) -> Ledger:
     ConfigError."""
     return open_ledger(
         at.database_url,
-        at.data_dir or DEFAULT_DATA_DIR,
+        at.data_dir or gateway_defaults.DATA_DIR,
         page=at.page_url or page,
         retention_days=at.retention_days,
     )

@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
+from headrace.config import gateway_defaults
+
 if TYPE_CHECKING:
     from headrace.gateway.model_router import Router
 
@@ -238,8 +240,8 @@ class Tracing:
 class Listen:
     """The `[server]` section: not hot, a change of it needs a restart."""
 
-    host: str = "127.0.0.1"
-    port: int = 8080
+    host: str = gateway_defaults.HOST
+    port: int = gateway_defaults.PORT
     max_body_bytes: int = 32 * 1024 * 1024
     hold_back_s: float = 10.0
     """How long a stream's first content is waited for with nothing sent to the client, so that a fallback is unseen."""

@@ -6,11 +6,12 @@ as a 500 with an id that the log explains. The client sees no stack trace.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol import errors
@@ -104,31 +105,24 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> str:
         """Answers the exchange. Returns the route's path for the metrics."""
-        label = "none"
-        try:
+        async with _errors_answered(exchange):
             path = routes.canonical(exchange.path, self._root_path)
             exchange.dialect = routes.dialect_of(path, exchange.headers)
             origin = exchange.headers.get("origin")
             if exchange.method == "OPTIONS" and origin and "access-control-request-method" in exchange.headers:
                 await exchange.answer(204, b"", headers=self._cors.preflight(origin, exchange.headers))
-                return label
+                return "none"
             refusal = self._keys.refusal(exchange.headers, path)
             if refusal is not None:
                 raise refusal
             self._cors.check(exchange.method, origin)
             return await self.dispatch(exchange, path)
-        except ApiError as error:
-            await exchange.answer_error(error)
-        except ClientGone:
-            raise
-        except Exception:
-            await _answer_fault(exchange)
-        return label
+        return "none"
 
     async def dispatch(self, exchange: Exchange, path: str) -> str:
         """Answers an exchange that is let in, by the route of its canonical path. Returns the route's path."""
         label = "none"
-        try:
+        async with _errors_answered(exchange):
             route = routes.find(exchange.method, path, exchange.path)
             label = route.path
             if route.admin:
@@ -136,13 +130,20 @@ class App:
             if route.gives is not None:
                 self.serving.check_gives(route.gives)
             await route.answer(self.serving, exchange)
-        except ApiError as error:
-            await exchange.answer_error(error)
-        except ClientGone:
-            raise
-        except Exception:
-            await _answer_fault(exchange)
         return label
+
+
+@contextlib.asynccontextmanager
+async def _errors_answered(exchange: Exchange) -> AsyncIterator[None]:
+    """An error inside becomes the answer, by the error table or as a fault of ours. Raises ClientGone."""
+    try:
+        yield
+    except ApiError as error:
+        await exchange.answer_error(error)
+    except ClientGone:
+        raise
+    except Exception:
+        await _answer_fault(exchange)
 
 
 async def _answer_fault(exchange: Exchange) -> None:

@@ -16,7 +16,8 @@ import openai
 import psutil
 import pytest
 
-from headrace.cli.up import GATEWAY_HOST, GATEWAY_PORT
+from headrace.config.gateway_defaults import HOST as GATEWAY_HOST
+from headrace.config.gateway_defaults import PORT as GATEWAY_PORT
 from headrace.gateway.snapshot import Listen
 from tests.batch_files import asking, read_lines
 from tests.serving import HEADRACE, _limit_memory, free_port

@@ -20,10 +20,10 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError, SQLAl
 from sqlalchemy.sql.schema import Table
 
 from headrace.config.errors import ConfigError
+from headrace.config.gateway_defaults import DATA_DIR
 from headrace.gateway.storage import tables
 from headrace.gateway.storage.upgrade import NEWEST, revision, upgrade
 
-DEFAULT_DATA_DIR = "~/.headrace"
 FILE_NAME = "gateway.db"
 
 BUSY_TIMEOUT_MS = 5000
@@ -87,7 +87,7 @@ class Database:
         self.engine.dispose()
 
 
-def prepare_data_dir(data_dir: str | Path = DEFAULT_DATA_DIR) -> Path:
+def prepare_data_dir(data_dir: str | Path = DATA_DIR) -> Path:
     """The data directory, made if it is missing, readable by nobody else. Raises ConfigError."""
     path = Path(data_dir).expanduser()
     try:
