@@ -1,6 +1,6 @@
 """The engine process: joins policy (engine) and device (runtime), one step after another.
 
-    python -m headrace.core ADDRESS PARENT_PID      settings on standard input, messages over ZeroMQ
+    python -m headrace.core PARENT_PID      address and settings on standard input, messages over ZeroMQ
 
 Each turn of the loop takes all messages that have arrived, runs one step, and sends one message with its
 outputs: the server's heartbeat. With nothing to do it sleeps until a message or the end of its standard input
@@ -33,7 +33,7 @@ from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
-from headrace.runtime.core_process import die_with_parent, read_settings
+from headrace.runtime.core_process import die_with_parent, read_start
 from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
@@ -443,7 +443,6 @@ def return_freed_memory() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m headrace.core", description=__doc__.splitlines()[0])
-    parser.add_argument("address", help="ZeroMQ address of the server's socket")
     parser.add_argument("parent_pid", type=int, help="process id of the server")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent_pid)
@@ -453,15 +452,15 @@ def main(argv: list[str] | None = None) -> int:
         datefmt="%m-%d %H:%M:%S",
     )  # fmt: skip
     pipe = sys.stdin.fileno()
-    settings = read_settings(pipe)
+    start = read_start(pipe)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(arguments.address)
+    socket.connect(start.address)
     loop = CoreLoop(socket, pipe)
     try:
         try:
-            core = EngineCore(settings, ThrottledProgress(loop.send))
+            core = EngineCore(start.settings, ThrottledProgress(loop.send))
         except ConfigError as error:
             loop.send(ipc.Failed(message=str(error)))
             return 1

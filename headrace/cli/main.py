@@ -11,8 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from headrace import __version__
+
+if TYPE_CHECKING:
+    from headrace.server.core_start import StartCore
 
 USAGE = """\
 Headrace serves open language models on your own machine.
@@ -133,16 +138,32 @@ def _interrupts_end_it() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(words: Sequence[str]) -> int:
-    from headrace.cli.serve import serve_command
+@contextlib.contextmanager
+def _core_at_once(words: Sequence[str]) -> Iterator[StartCore]:
+    """How to start cores; where the words ask for an engine the first is under way already, before anything else."""
+    from headrace.server.core_start import EarlyCore, start_core
 
-    return serve_command("serve", words)
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    lacks = any(find_spec(package) is None for package, extra in EXTRAS.items() if extra == "engine")
+    if lacks or names & {"-h", "--help", "--dry-run"}:
+        yield start_core
+        return
+    with EarlyCore() as early:
+        yield early.start
+
+
+def _serve(words: Sequence[str]) -> int:
+    with _core_at_once(words) as start_core:
+        from headrace.cli.serve import serve_command
+
+        return serve_command("serve", words, start_core)
 
 
 def _up(words: Sequence[str]) -> int:
-    from headrace.cli.up import up_command
+    with _core_at_once(words) as start_core:
+        from headrace.cli.up import up_command
 
-    return up_command(words)
+        return up_command(words, start_core)
 
 
 def _run_batch(words: Sequence[str]) -> int:

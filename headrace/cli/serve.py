@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from headrace.cli.flag_help import help_text
-
 if TYPE_CHECKING:
     from headrace.config.load import Launch
     from headrace.config.settings import ServerSettings
     from headrace.protocol.ipc import EngineInfo
+    from headrace.server.core_start import StartCore
 
 Command = Literal["serve", "up"]
 
@@ -27,10 +26,12 @@ _USAGE = {
 }
 
 
-def serve_command(command: Command, words: Sequence[str]) -> int:
+def serve_command(command: Command, words: Sequence[str], start_core: StartCore) -> int:
     """Run `headrace serve` or `headrace up` with `words`; returns the exit status."""
     for word in words:
         if word in ("-h", "--help") or word.startswith("--help="):
+            from headrace.cli.flag_help import help_text
+
             query = word.partition("=")[2]
             print(help_text(_USAGE[command], query, shutil.get_terminal_size((100, 40)).columns), end="")
             return 0
@@ -48,7 +49,7 @@ def serve_command(command: Command, words: Sequence[str]) -> int:
         return _dry_run(command, launch, as_json)
     for notice in launch.notices:
         print(f"Note: {notice}", file=sys.stderr, flush=True)
-    return _start(launch)
+    return _start(launch, start_core)
 
 
 def _refuse(command: Command, errors: Sequence[str], notices: Sequence[str], *, as_json: bool) -> int:
@@ -100,7 +101,7 @@ def _dry_run(command: Command, launch: Launch, as_json: bool) -> int:
     return 0
 
 
-def _start(launch: Launch) -> int:
+def _start(launch: Launch, start_core: StartCore) -> int:
     from headrace.cli.startup import access_lines, base_url, print_block, print_lines
     from headrace.server.run import serve
 
@@ -111,7 +112,7 @@ def _start(launch: Launch) -> int:
         url = base_url(server)
         print_lines(access_lines(server, url))
 
-    return serve(engine, server, banner=banner)
+    return serve(engine, server, start_core, banner)
 
 
 def with_port(server: ServerSettings) -> ServerSettings:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.gateway.logs import GatewayLog
     from headrace.gateway.snapshot import Snapshot
     from headrace.protocol.ipc import EngineInfo
+    from headrace.server.core_start import StartCore
 
 USAGE = """\
 headrace up [MODEL] [flags]           serve a model (the bundled one) with the gateway before it
@@ -60,7 +61,7 @@ class Engine:
     server: ServerSettings
 
 
-def up_command(words: Sequence[str]) -> int:
+def up_command(words: Sequence[str], start_core: StartCore) -> int:
     """Run `headrace up` with `words`; returns the exit status."""
     from headrace.cli.serve import serve_command
 
@@ -72,14 +73,14 @@ def up_command(words: Sequence[str]) -> int:
     if isinstance(options, int):
         return options
     if any(word.split("=")[0].replace("_", "-") in ("--dry-run", "--help") for word in rest):
-        return serve_command("up", rest)
+        return serve_command("up", rest, start_core)
     config = _config_file(rest)
     if config is not None:
         from headrace.gateway.config_load import is_gateway_config
 
         if is_gateway_config(Path(config)):
-            return _up_from_file(config, rest, _overrides(options))
-    return _up_with_flags(rest, options)
+            return _up_from_file(config, rest, _overrides(options), start_core)
+    return _up_with_flags(rest, options, start_core)
 
 
 def _overrides(options: Mapping[str, str]) -> Overrides:
@@ -119,7 +120,7 @@ def _config_file(words: Sequence[str]) -> str | None:
     return None
 
 
-def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
+def _up_with_flags(words: Sequence[str], options: Mapping[str, str], start_core: StartCore) -> int:
     engine = _engine("engine", words, "", options.get("data-dir"))
     if engine is None:
         return 2
@@ -129,7 +130,7 @@ def _up_with_flags(words: Sequence[str], options: Mapping[str, str]) -> int:
         return _snapshot_of(engine.server, overrides), overrides
 
     port = int(options.get("gateway-port", gateway_defaults.PORT))
-    return _start([engine], Address(options.get("gateway-host", gateway_defaults.HOST), port), wanted)
+    return _start([engine], Address(options.get("gateway-host", gateway_defaults.HOST), port), wanted, start_core)
 
 
 def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
@@ -148,7 +149,7 @@ def _snapshot_of(server: ServerSettings, overrides: Overrides) -> Snapshot:
     return engine_snapshot(upstream, os.environ, overrides)
 
 
-def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> int:
+def _up_from_file(config: str, words: Sequence[str], overrides: Overrides, start_core: StartCore) -> int:
     from headrace.gateway.config_load import InvalidConfig, load_config
 
     others = [word for word in words if word not in ("--config", config, f"--config={config}")]
@@ -168,7 +169,8 @@ def _up_from_file(config: str, words: Sequence[str], overrides: Overrides) -> in
         if engine is None:
             return 2
         engines.append(engine)
-    return _start(engines, Address(snapshot.listen.host, snapshot.listen.port), lambda: (snapshot, overrides))
+    at = Address(snapshot.listen.host, snapshot.listen.port)
+    return _start(engines, at, lambda: (snapshot, overrides), start_core)
 
 
 def _engine(name: str, words: Sequence[str], place: str, data_dir: str | None) -> Engine | None:
@@ -215,7 +217,12 @@ class Gateway:
     log: GatewayLog
 
 
-def _start(engines: Sequence[Engine], at: Address, wanted: Callable[[], tuple[Snapshot, Overrides]]) -> int:
+def _start(
+    engines: Sequence[Engine],
+    at: Address,
+    wanted: Callable[[], tuple[Snapshot, Overrides]],
+    start_core: StartCore,
+) -> int:
     import uvloop
 
     from headrace.protocol.http_listener import CannotListen, listen, next_free_port
@@ -236,7 +243,7 @@ def _start(engines: Sequence[Engine], at: Address, wanted: Callable[[], tuple[Sn
                 free = next_free_port(at.host, at.port)
                 return _failed(f"Port {at.port} is the engine's and the gateway's: use --gateway-port {free}.")
             return _failed(error)
-        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, wanted, listener, stack)))
+        status = uvloop.run(_run(engines, listeners, partial(_open_gateway, wanted, listener, stack), start_core))
         leave_soon(status)
         return status
 
@@ -277,6 +284,7 @@ async def _run(
     engines: Sequence[Engine],
     listeners: Sequence[socket.socket],
     open_gateway: Callable[[], Gateway | int],
+    start_core: StartCore,
 ) -> int:
     from headrace.cli.startup import print_block, print_lines
     from headrace.server.run import Ending, run_engine
@@ -298,6 +306,7 @@ async def _run(
                 engine.settings,
                 engine.server,
                 listener,
+                start_core,
                 partial(note_ready, engine),
                 ending,
                 listens.set,

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from headrace.config.settings import EngineSettings
+from headrace.protocol import ipc
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -25,10 +25,10 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(1)
 
 
-def read_settings(pipe: int) -> EngineSettings:
+def read_start(pipe: int) -> ipc.Start:
     """Four bytes of length, little-endian, and as many of msgpack; the pipe stays open behind them."""
     (length,) = struct.unpack("<I", _read_exactly(pipe, 4))
-    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineSettings)
+    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=ipc.Start)
 
 
 def _read_exactly(pipe: int, count: int) -> bytes:

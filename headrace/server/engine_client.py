@@ -21,6 +21,7 @@ from headrace.config.settings import EngineSettings
 from headrace.protocol import errors, ipc
 from headrace.protocol.errors import ApiError
 from headrace.server.core_controls import CoreControls
+from headrace.server.core_start import StartCore, start_core
 from headrace.server.engine_state import State, state_refusal
 from headrace.server.metrics import EngineMetrics, RequestRecord
 from headrace.server.replay import Replays
@@ -44,9 +45,13 @@ class EngineClient:
     """Owns the core process: starts it, watches it, restarts it, and carries requests to it and tokens back."""
 
     def __init__(
-        self, settings: EngineSettings, metrics: EngineMetrics | None = None, *, core_module: str = "headrace.core"
+        self,
+        settings: EngineSettings,
+        metrics: EngineMetrics | None = None,
+        *,
+        start_core: StartCore = start_core,
     ) -> None:
-        """`core_module` is what `python -m` runs as the core; tests run one that fails."""
+        """`start_core` gives a process that waits for its settings, at first and after every death."""
         self.settings = settings
         self.metrics = metrics if metrics is not None else EngineMetrics(settings.model)
         self.state: State = "loading"
@@ -55,10 +60,11 @@ class EngineClient:
         self.last_stats: ipc.StepStats | None = None
         self.num_restarts = 0
         self.failure: str | None = None
-        self._core_module = core_module
+        self._start_core = start_core
         self._core: CoreProcess | None = None
         self._streams: dict[str, RequestStream] = {}
         self._room = Room(settings.max_num_queued_reqs, self._num_live, self.metrics)
+        self.metrics.count_open = self._num_open
         self._replays = Replays()
         self._controls = CoreControls()
         self._heartbeat = Heartbeat(settings.step_timeout_s, TICK_S)
@@ -81,7 +87,7 @@ class EngineClient:
 
     async def start(self) -> None:
         """Spawn the core and return; it loads in the background. `wait_ready` waits for it."""
-        core = await self._spawn()
+        core = self._spawn()
         self._tasks = [asyncio.create_task(self._supervise(core)), asyncio.create_task(self._watch())]
 
     async def wait_ready(self) -> ipc.EngineInfo:
@@ -206,6 +212,10 @@ class EngineClient:
     def _num_live(self) -> int:
         return sum(len(stream.open) for stream in self._streams.values() if not stream.message.is_background)
 
+    def _num_open(self) -> int:
+        """Sequences that nobody has had the end of, those that are let in and not sent yet among them."""
+        return sum(len(s.open) for s in self._streams.values() if s.error is None) + self._room.num_to_come
+
     def abort(self, request_id: str, index: int | None = None, reason: ipc.FinishReason = "abort") -> None:
         """Stop a sequence, or all of the request; its stream goes on (or ends) without it.
 
@@ -288,7 +298,7 @@ class EngineClient:
                 self._awake()
             else:
                 self._woken = asyncio.get_running_loop().create_future()
-                self._tasks.append(asyncio.create_task(self._supervise(await self._spawn())))
+                self._tasks.append(asyncio.create_task(self._supervise(self._spawn())))
                 await self._woken
             logger.info("The engine is awake after %.1f s.", time.monotonic() - started)
 
@@ -456,14 +466,14 @@ class EngineClient:
     async def _respawn(self, backoff: Backoff) -> CoreProcess:
         while True:
             try:
-                return await self._spawn()
+                return self._spawn()
             except OSError as error:
                 delay_s = backoff.after_death(0.0)
                 logger.error("The engine process cannot be started (%s); next try in %.1f s.", error, delay_s)
                 await asyncio.sleep(delay_s)
 
-    async def _spawn(self) -> CoreProcess:
-        self._core = core = await CoreProcess.spawn(self.settings, self._on_message, self._core_module)
+    def _spawn(self) -> CoreProcess:
+        self._core = core = CoreProcess(self._start_core(), self.settings, self._on_message)
         self.metrics.core_pid = core.pid
         return core
 

@@ -1,6 +1,6 @@
 """The server process from the first line on the terminal to the last: load, serve, end.
 
-    port free? ─► core spawned ─► HTTP answers (503) while it loads ─► start-up block ─► serving ─► drain ─► gone
+    port free? ─► core knows its work ─► HTTP answers (503) while it loads ─► start-up block ─► serving ─► drain ─► gone
 
 SIGTERM lets running requests finish (at most `shutdown_timeout_s`); Ctrl-C ends everything within two seconds; a
 second signal ends it at once. The core never outlives this process.
@@ -28,6 +28,7 @@ from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings, ServerSettings
 from headrace.protocol.http_listener import CannotListen, listen
 from headrace.protocol.ipc import EngineInfo
+from headrace.server.core_start import StartCore
 from headrace.server.engine_client import EngineClient, StartupError
 from headrace.server.metrics import EngineMetrics, ThroughputLog
 from headrace.server.progress import show_progress
@@ -49,7 +50,10 @@ CORE_PATIENCE_S = 0.5
 
 
 def serve(
-    engine_settings: EngineSettings, server_settings: ServerSettings, *, banner: Callable[[EngineInfo], None]
+    engine_settings: EngineSettings,
+    server_settings: ServerSettings,
+    start_core: StartCore,
+    banner: Callable[[EngineInfo], None],
 ) -> int:
     """Serve until a signal comes; the exit status. `banner` prints the start-up block once the model is ready.
 
@@ -62,7 +66,7 @@ def serve(
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         return 1
     with contextlib.closing(listener):
-        return uvloop.run(_serve(engine_settings, server_settings, listener, banner))
+        return uvloop.run(_serve(engine_settings, server_settings, listener, start_core, banner))
 
 
 def configure_logging(uvicorn_log_level: str, own_level: str = "INFO") -> None:
@@ -108,9 +112,10 @@ async def _serve(
     engine_settings: EngineSettings,
     server_settings: ServerSettings,
     listener: socket.socket,
+    start_core: StartCore,
     banner: Callable[[EngineInfo], None],
 ) -> int:
-    status = await run_engine(engine_settings, server_settings, listener, banner, Ending())
+    status = await run_engine(engine_settings, server_settings, listener, start_core, banner, Ending())
     leave_soon(status)
     return status
 
@@ -119,6 +124,7 @@ async def run_engine(
     engine_settings: EngineSettings,
     server_settings: ServerSettings,
     listener: socket.socket,
+    start_core: StartCore,
     banner: Callable[[EngineInfo], None],
     ending: Ending,
     listens: Callable[[], object] = lambda: None,
@@ -131,7 +137,7 @@ async def run_engine(
     started = time.monotonic()
     bound_heaps()
     metrics = EngineMetrics(server_settings.served_model_names[0])
-    client = EngineClient(engine_settings, metrics)
+    client = EngineClient(engine_settings, metrics, start_core=start_core)
     ending.clients.append(client)
     await client.start()
     ended = asyncio.create_task(ending.came.wait())

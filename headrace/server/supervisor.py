@@ -1,6 +1,6 @@
 """One life of the core process as the server sees it, and the rules for judging and restarting it.
 
-`CoreProcess` spawns `python -m headrace.core` (never forks: threads and torch do not survive that), gives it the
+`CoreProcess` takes a `python -m headrace.core` (never a fork: threads and torch do not survive that), gives it the
 settings on its standard input, and exchanges messages over a ZeroMQ socket in a private directory. The pipe to its
 standard input stays open for as long as the server lives, so its end tells the core that it is alone. Every life
 has its own socket, so nothing of a dead core can reach the next one.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import struct
-import sys
+import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -29,76 +29,43 @@ from headrace.protocol import ipc
 
 logger = logging.getLogger("headrace.server")
 
-CORE_ENVIRONMENT = {
-    # OpenMP threads that wait must sleep, not spin: the server needs the same processors between two steps.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # Two heaps instead of one per thread, and freed memory goes back to the system.
-    "MALLOC_ARENA_MAX": "2",
-    "MALLOC_TRIM_THRESHOLD_": "1048576",
-    "PYTHONUNBUFFERED": "1",
-}
-"""How we start our own child, on top of the environment we were given."""
-
 
 class CoreProcess:
     """A running core. `on_message` is called in the event loop for every message, in order."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        directory: Path,
-        on_message: Callable[[ipc.FromCore], None],
+        self, process: subprocess.Popen[bytes], settings: EngineSettings, on_message: Callable[[ipc.FromCore], None]
     ) -> None:
+        """`process` waits for its settings (`start_core`) and belongs to this object, whatever happens here."""
         self._process = process
-        self._context = context
-        self._socket = socket
-        self._directory: Path | None = directory
+        self._directory: Path | None = None
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._descriptor = cast(int, socket.getsockopt(zmq.FD))
+        self._ended = asyncio.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            address = f"ipc://{self._directory}/core.sock"
+            self._socket.bind(address)
+            payload = msgspec.msgpack.encode(ipc.Start(address=address, settings=settings))
+            assert process.stdin is not None
+            # A core that died before reading is reported by its exit, not here.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(struct.pack("<I", len(payload)) + payload)
+                process.stdin.flush()
+        except BaseException:
+            process.kill()
+            process.wait()
+            self._close_socket()
+            raise
+        self._descriptor = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._receive)
         self._loop.call_soon(self._receive)
-
-    @classmethod
-    async def spawn(
-        cls, settings: EngineSettings, on_message: Callable[[ipc.FromCore], None], module: str = "headrace.core"
-    ) -> CoreProcess:
-        directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.PAIR)
-        process: asyncio.subprocess.Process | None = None
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            address = f"ipc://{directory}/core.sock"
-            socket.bind(address)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                address,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                env={**os.environ, **CORE_ENVIRONMENT},
-                start_new_session=True,
-            )
-            payload = msgspec.msgpack.encode(settings)
-            assert process.stdin is not None
-            process.stdin.write(struct.pack("<I", len(payload)) + payload)
-            # A core that dies before reading is reported by its exit, not here.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                await process.stdin.drain()
-        except BaseException:
-            if process is not None and process.returncode is None:
-                process.kill()
-            socket.close()
-            context.term()
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        return cls(process, context, socket, directory, on_message)
+        threading.Thread(target=self._reap, name="core-exit", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -124,9 +91,9 @@ class CoreProcess:
 
     async def wait(self) -> int:
         """The exit status once the process is gone, after its last messages were delivered."""
-        status = await self._process.wait()
+        await self._ended.wait()
         self._receive()
-        return status
+        return self._process.wait()
 
     def kill(self) -> None:
         if self.running:
@@ -138,9 +105,9 @@ class CoreProcess:
         if self.running and patience_s > 0:
             self.send(ipc.Stop())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), patience_s)
+                await asyncio.wait_for(self._ended.wait(), patience_s)
         self.kill()
-        await self._process.wait()
+        await self._ended.wait()
         self.close()
 
     def close(self) -> None:
@@ -148,12 +115,21 @@ class CoreProcess:
             return
         self._closed = True
         self._loop.remove_reader(self._descriptor)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close()
         self._context.term()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _reap(self) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everyone who waits
+            self._loop.call_soon_threadsafe(self._ended.set)
 
     @property
     def _readable(self) -> bool:

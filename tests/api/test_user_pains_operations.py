@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from headrace.config.resolve import resolve_model
 from headrace.config.settings import EngineSettings
 from headrace.runtime import devices
 from headrace.server.app import App, create_app
+from headrace.server.core_start import start_core
 from headrace.server.engine_client import EngineClient
 from headrace.server.metrics import EngineMetrics
 from headrace.server.model_text import model_text
@@ -46,7 +48,7 @@ async def serving(model: Path, core_module: str = "headrace.core", **changes: An
     engine = EngineSettings(model=str(model), threads=1, kv_cache_memory_bytes=8 << 20, **changes)
     server = server_settings(served_model_names=("tiny",))
     metrics = EngineMetrics("tiny")
-    client = EngineClient(engine, metrics, core_module=core_module)
+    client = EngineClient(engine, metrics, start_core=partial(start_core, core_module))
     await client.start()
     try:
         text = model_text(engine, server, open_model(model))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import pytest_asyncio
 from headrace.config.settings import EngineSettings
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import BACKGROUND_PRIORITY, SamplingParams
+from headrace.server.core_start import start_core
 from headrace.server.engine_client import EngineClient
 from headrace.server.supervisor import Backoff
 from tests.dying_core import DEADLY
@@ -46,7 +48,7 @@ async def client(model) -> AsyncIterator[EngineClient]:
     settings = EngineSettings(
         model=str(model), dtype="float32", threads=1, kv_cache_memory_bytes=4 << 20, step_timeout_s=1.0
     )
-    running = EngineClient(settings, core_module="tests.dying_core")
+    running = EngineClient(settings, start_core=partial(start_core, "tests.dying_core"))
     await running.start()
     await running.wait_ready()
     yield running
@@ -179,11 +181,12 @@ async def test_a_stopped_core_without_work_is_not_blamed(client):
 SERVER_THAT_DIES = """
 import asyncio, os, signal, sys
 from headrace.config.settings import EngineSettings
+from headrace.server.core_start import start_core
 from headrace.server.engine_client import EngineClient
 
 async def main():
     settings = EngineSettings(model=sys.argv[1], threads=1, kv_cache_memory_bytes=4 << 20)
-    client = EngineClient(settings, core_module="tests.dying_core")
+    client = EngineClient(settings, start_core=lambda: start_core("tests.dying_core"))
     await client.start()
     await client.wait_ready()
     print(client.core_pid, flush=True)
