@@ -1,12 +1,13 @@
 """What the server counts, under vLLM's names: those of 0.9.2 and of 0.33 together, so that no dashboard goes blank.
 
-On the hot path there is only `observe` on children bound in advance. Gauges and the core's counters are read from
-its last `StepStats` when somebody asks. A renamed metric is kept once and shown under every name it has had.
+On the hot path there is only `observe` on children bound in advance. Gauges and the core's counters are worked out
+when somebody asks, from its last `StepStats` and what is open. A renamed metric is kept once and shown under every
+name it has had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -99,6 +100,8 @@ class EngineMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.core_pid: int | None = None
+        self.count_open: Callable[[], int] = lambda: 0
+        """How many sequences were asked for and have not ended, wherever they are."""
         self.num_restarts = 0
         self.sleep_level = 0
         self.prompt_tokens = 0
@@ -106,6 +109,9 @@ class EngineMetrics:
         self._model_name = model_name
         self._labels = (model_name, "0")
         self._stats: ipc.StepStats | None = None
+        self._num_in_step = 0
+        """Sequences that were running in the last step, those that ended with it included."""
+        self._max_running = 0
         self._cache_labels: dict[str, str] = {}
         self._cached_tokens = 0
         self._lost = dict.fromkeys(CORE_TOTALS, 0)
@@ -150,6 +156,7 @@ class EngineMetrics:
     # what happens
 
     def engine_ready(self, info: ipc.EngineInfo, settings: EngineSettings) -> None:
+        self._max_running = info.max_running
         self._cache_labels = {
             "block_size": str(info.block_size),
             "cache_dtype": info.kv_cache_dtype,
@@ -172,6 +179,7 @@ class EngineMetrics:
 
     def step(self, stats: ipc.StepStats) -> None:
         self._stats = stats
+        self._num_in_step = stats.num_running
         tokens = stats.num_prefill_tokens + stats.num_decode_tokens
         if tokens:
             self._iteration.observe(tokens)
@@ -202,6 +210,7 @@ class EngineMetrics:
         if output.num_preemptions > record.num_preemptions:
             record.num_preemptions = output.num_preemptions
         if output.finish_reason is not None:
+            self._num_in_step += 1
             self._success[output.finish_reason].inc()
 
     def sequence_finished(self, reason: ipc.FinishReason) -> None:
@@ -241,6 +250,7 @@ class EngineMetrics:
             for name in CORE_TOTALS:
                 self._lost[name] += getattr(self._stats, name)
         self._stats = None
+        self._max_running = 0
 
     def http_request(self, method: str, handler: str, status: int, seconds: float) -> None:
         """`handler` is the route's path as written in the route table, never what the client sent."""
@@ -266,14 +276,24 @@ class EngineMetrics:
         """Share of prompt tokens that were found in the KV cache or the tier behind it so far, 0 to 1."""
         return self._rate(self._total("prefix_hits_total") + self._total("host_hits_total"))
 
+    def in_flight(self) -> tuple[int, int]:
+        """(running, waiting) sequences, together all that are open.
+
+        The core tells after each step what is left, and a text that became a vector in its only step never is; what
+        has come since starts with the next step, if nobody was waiting for a place.
+        """
+        num_open = self.count_open()
+        has_queue = self._stats is not None and self._stats.num_waiting > 0
+        running = min(num_open, self._num_in_step if has_queue else self._max_running)
+        return running, num_open - running
+
     def _rate(self, num_found: int) -> float:
         queries = self._total("prefix_queries_total")
         return num_found / queries if queries else 0.0
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
-        running = stats.num_running if stats else 0
-        waiting = stats.num_waiting if stats else 0
+        running, waiting = self.in_flight()
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats and stats.kv_blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests being computed.", running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", waiting)
@@ -382,17 +402,18 @@ class ThroughputLog:
         elapsed_s = now - self._at if self._at is not None else 0.0
         new_prompt, new_generated = prompt - self._prompt, generated - self._generated
         self._at, self._prompt, self._generated = now, prompt, generated
-        active = bool(new_prompt or new_generated or (stats and (stats.num_running or stats.num_waiting)))
+        running, waiting = self._metrics.in_flight()
+        active = bool(new_prompt or new_generated or running or waiting)
         show = elapsed_s > 0 and (active or self._was_active)
         self._was_active = active
         if not show or stats is None:
             return None
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        waits_for = WAITS_FOR.get(stats.waiting_reason) if stats.num_waiting else None
+        waits_for = WAITS_FOR.get(stats.waiting_reason) if waiting else None
         return (
             f"Engine 000: Avg prompt throughput: {new_prompt / elapsed_s:.1f} tokens/s, "
             f"Avg generation throughput: {new_generated / elapsed_s:.1f} tokens/s, "
-            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"Running: {running} reqs, Waiting: {waiting} reqs, "
             f"GPU KV cache usage: {100 * usage:.1f}%, "
             f"Prefix cache hit rate: {100 * self._metrics.prefix_cache_hit_rate:.1f}%"
             + (f", Waiting for: {waits_for}" if waits_for else "")

@@ -39,12 +39,17 @@ class Room:
         self._num_sent = num_sent
         self._groups: set[Group] = set()
 
+    @property
+    def num_to_come(self) -> int:
+        """Sequences that were let in and not sent yet."""
+        return sum(group.num_to_come for group in self._groups)
+
     def check(self, num_sequences: int, info: EngineInfo) -> None:
         """Raises ApiError (429) where so many more would be too many.
 
         The scheduler's queue has the same rule, but hears of a prompt only when it is sent.
         """
-        num_open = self._num_sent() + sum(group.num_to_come for group in self._groups)
+        num_open = self._num_sent() + self.num_to_come
         if num_open + num_sequences <= info.max_running + self._max_queued:
             return
         self._metrics.refused("queue_full")

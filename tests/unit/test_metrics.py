@@ -97,6 +97,7 @@ def test_names_of_both_generations_are_there_from_the_start(metrics):
 
 
 def test_gauges_show_the_last_step(metrics):
+    metrics.count_open = lambda: 5
     metrics.step(stats())
     shown = samples(metrics)
     assert shown["vllm:num_requests_running"] == 3
@@ -107,10 +108,40 @@ def test_gauges_show_the_last_step(metrics):
     assert shown["vllm:iteration_tokens_total_sum"] == 93
 
 
+def in_flight(metrics: EngineMetrics, num_open: int) -> tuple[float, float]:
+    """(running, waiting) as shown."""
+    metrics.count_open = lambda: num_open
+    shown = samples(metrics)
+    assert shown["vllm:num_requests_waiting_by_reason{'reason': 'capacity'}"] == shown["vllm:num_requests_waiting"]
+    return shown["vllm:num_requests_running"], shown["vllm:num_requests_waiting"]
+
+
+def test_everything_open_is_running_or_waiting_whatever_the_last_step_said(metrics):
+    assert in_flight(metrics, 0) == (0, 0)
+    assert in_flight(metrics, 3) == (3, 0), "before the first step"
+    assert in_flight(metrics, 11) == (8, 3), "no more than run at once"
+    metrics.step(stats(num_running=2, num_waiting=9, waiting_reason="kv_cache"))
+    assert in_flight(metrics, 12) == (2, 10), "the last came behind those that wait for the KV cache"
+    assert in_flight(metrics, 1) == (1, 0), "the others were aborted since"
+    metrics.core_lost()
+    assert in_flight(metrics, 4) == (0, 4), "nobody computes while the core is dead"
+
+
+def test_texts_whose_only_step_is_over_when_it_is_told_are_running_all_the_same(metrics):
+    record = RequestRecord(num_prompt_tokens=40, params=ipc.SamplingParams(max_tokens=1), arrived=100.0)
+    metrics.step(stats(num_running=0, num_waiting=7, waiting_reason="max_num_seqs"))
+    for i in range(3):
+        metrics.output(
+            record, ipc.SequenceOutput(request_id=str(i), index=0, token_ids=[], finish_reason="stop"), 101.0
+        )
+    assert in_flight(metrics, 7) == (3, 4), "as many as in the step before"
+    metrics.step(stats(num_running=0, num_waiting=0, waiting_reason=""))
+    assert in_flight(metrics, 1) == (1, 0)
+
+
 def test_counters_of_the_core_go_on_when_it_is_restarted(metrics):
     metrics.step(stats(preemptions_total=4))
     metrics.core_lost()
-    assert samples(metrics)["vllm:num_requests_running"] == 0
     metrics.step(stats(preemptions_total=1, prefix_queries_total=10, prefix_hits_total=10))
     shown = samples(metrics)
     assert shown["vllm:num_preemptions_total"] == 5
@@ -173,11 +204,14 @@ def test_the_log_line_appears_while_active_and_once_after(metrics):
     idle = stats(num_running=0, num_waiting=0, kv_blocks_used=0)
     assert log.line(0.0, idle) is None
     metrics.step(stats())
+    metrics.count_open = lambda: 5
     metrics.prompt_tokens, metrics.generation_tokens = 100, 50
     assert log.line(10.0, stats()) == (
         "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
         "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%, "
         "Waiting for: KV cache"
     )
+    metrics.step(idle)
+    metrics.count_open = lambda: 0
     assert "Avg generation throughput: 0.0" in (log.line(20.0, idle) or "")
     assert log.line(30.0, idle) is None
