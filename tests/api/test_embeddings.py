@@ -266,7 +266,7 @@ def test_a_client_that_leaves_stops_its_texts_and_no_others(embedder: Server, cl
     with socket.create_connection(("127.0.0.1", embedder.port)) as leaving:
         leaving.sendall(head + body)
         assert until(lambda: num_read() > before, 20)
-        assert open_texts() < 6, "what two steps of 512 tokens read"
+        assert all(1 <= open_texts() < 6 for _ in range(20)), "never none, nor more than two steps of 512 tokens read"
         assert len(client.embeddings.create(model="vectors", input=MILL).data) == 1
     assert until(lambda: open_texts() == 0, 5), "500 texts would take longer"
     lines = httpx.get(f"{embedder.url}/metrics").text.splitlines()

@@ -170,6 +170,19 @@ async def test_resetting_the_prefix_cache_makes_the_next_request_cold(client):
     assert await client.control("reset_prefix_cache") > 0
 
 
+async def test_a_request_is_in_the_gauges_from_when_it_is_sent_until_its_end(client):
+    def shown(gauge: str) -> float:
+        text = client.metrics.render().decode()
+        return float(next(li for li in text.splitlines() if li.startswith(f"vllm:num_requests_{gauge}{{")).split()[-1])
+
+    await idle(client)
+    asking = [asyncio.create_task(outputs(client, f"counted {i}", n=2)) for i in range(3)]
+    await asyncio.sleep(0)
+    assert (shown("running"), shown("waiting")) == (4, 2)
+    await asyncio.gather(*asking)
+    assert (shown("running"), shown("waiting")) == (0, 0)
+
+
 async def test_what_happened_is_in_the_metrics(client):
     text = client.metrics.render().decode()
     for reason in ("length", "abort"):
