@@ -14,9 +14,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import overload
 
 from headrace.config.errors import ConfigError
 
@@ -96,9 +99,36 @@ class GGUFTensor:
     num_bytes: int
 
 
+class Strings(Sequence[str]):
+    """The strings of an array, each made when it is asked for: only a tokenizer reads a whole vocabulary."""
+
+    def __init__(self, raw: bytes, starts: array[int]) -> None:
+        """`raw`: the array's bytes in the file; `starts`: where in them each text begins, behind its length."""
+        self._raw = raw
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = self._starts[index]
+        return self._raw[start : start + _U64.unpack_from(self._raw, start - 8)[0]].decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        raw, unpack = self._raw, _U64.unpack_from
+        for start in self._starts:
+            yield raw[start : start + unpack(raw, start - 8)[0]].decode("utf-8", "replace")
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """Everything before the weights. Arrays in `metadata` are lists."""
+    """Everything before the weights. Arrays in `metadata` are lists, those of strings are `Strings`."""
 
     version: int
     metadata: dict[str, object]
@@ -218,7 +248,7 @@ class _Reader:
         self.position += width
         return value
 
-    def array(self, key: str, depth: int) -> list[object]:
+    def array(self, key: str, depth: int) -> Sequence[object]:
         if depth >= MAX_ARRAY_DEPTH:
             raise self.damage(f"{key!r} nests arrays more than {MAX_ARRAY_DEPTH} deep")
         kind = self.u32(f"the element type of {key!r}")
@@ -236,22 +266,23 @@ class _Reader:
         self.position += width * length
         return list(values)
 
-    def strings(self, key: str, length: int) -> list[object]:
+    def strings(self, key: str, length: int) -> Strings:
         """The hot loop: a vocabulary and its merges are a few hundred thousand strings."""
         self.need(8 * length, f"the {length:,} strings of {key!r}")
-        mapped, size, position = self.mapped, self.size, self.position
+        mapped, size, first = self.mapped, self.size, self.position
         unpack = _U64.unpack_from
-        values: list[object] = []
+        starts = array("Q")
+        position = first
         for _ in range(length):
-            start = position + 8
-            if start > size:
-                raise self.damage(f"the strings of {key!r} run past the end")
-            position = start + unpack(mapped, position)[0]
+            position += 8
             if position > size:
                 raise self.damage(f"the strings of {key!r} run past the end")
-            values.append(mapped[start:position].decode("utf-8", "replace"))
+            starts.append(position - first)
+            position += unpack(mapped, position - 8)[0]
+            if position > size:
+                raise self.damage(f"the strings of {key!r} run past the end")
         self.position = position
-        return values
+        return Strings(mapped[first:position], starts)
 
     def tensor(self) -> GGUFTensor:
         """A tensor's entry, its offset still counted from the start of the data."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.config.errors import ConfigError
-from headrace.config.gguf_format import GGUFHeader
+from headrace.config.gguf_format import GGUFHeader, Strings
 from headrace.config.gguf_rope import rope_scaling
 
 ARCHITECTURES = {
@@ -145,9 +145,9 @@ def end_token_ids(header: GGUFHeader) -> list[int]:
     metadata = header.metadata
     found: list[object] = [metadata.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, list) and len(tokens) == len(types):
-        present = [tokens.index(name) for name in _END_OF_TURN if name in tokens]
-        found.extend(token_id for token_id in present if types[token_id] == _CONTROL)
+    if isinstance(tokens, list | Strings) and isinstance(types, list) and len(tokens) == len(types):
+        named = {tokens[token_id]: token_id for token_id, kind in enumerate(types) if kind == _CONTROL}
+        found.extend(named[name] for name in _END_OF_TURN if name in named)
     return list(dict.fromkeys(v for v in found if isinstance(v, int)))
 
 

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from headrace.config.errors import ConfigError
-from headrace.config.gguf_format import GGUFHeader
+from headrace.config.gguf_format import GGUFHeader, Strings
 from headrace.text.sentencepiece import CONTROL, NORMAL, USER_DEFINED, SentencePieces, build_backend
 
 _LLAMA3_WORDS = (
@@ -67,7 +67,7 @@ def backend_from_gguf(path: Path, header: GGUFHeader) -> tuple[Any, bool]:
         raise ConfigError(
             f"{path}: the GGUF tokenizer {model!r} is not supported; known are gpt2, llama and t5. {_ADVICE}"
         )
-    if not isinstance(tokens, list) or not tokens:
+    if not isinstance(tokens, list | Strings) or not tokens:
         raise ConfigError(f"{path} has no tokenizer.ggml.tokens. {_ADVICE}")
     kinds: list[int] = types if isinstance(types, list) and len(types) == len(tokens) else [NORMAL] * len(tokens)
     vocab: dict[str, int] = {token: token_id for token_id, token in enumerate(tokens)}
@@ -88,7 +88,7 @@ def _byte_level(path: Path, metadata: dict[str, object], vocab: dict[str, int], 
     if name not in _WORD_SPLITS:
         known = ", ".join(_WORD_SPLITS)
         raise ConfigError(f"{path}: the GGUF pre-tokenizer {name!r} is not supported; known are {known}. {_ADVICE}")
-    if not isinstance(merges, list):
+    if not isinstance(merges, list | Strings):
         raise ConfigError(f"{path} has no tokenizer.ggml.merges. {_ADVICE}")
     split = _WORD_SPLITS[str(name)]
     pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]

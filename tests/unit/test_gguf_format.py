@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.config.errors import ConfigError
-from headrace.config.gguf_format import GGUFHeader, read_gguf
+from headrace.config.gguf_format import GGUFHeader, Strings, read_gguf
 from tests.small_models import bundled_gguf
 
 
@@ -59,7 +59,8 @@ def test_the_bundled_file_s_metadata_is_what_the_gguf_library_reads(
     bundled: GGUFHeader, oracle: gguf.GGUFReader
 ) -> None:
     expected = {k: f.contents() for k, f in oracle.fields.items() if not k.startswith("GGUF.")}
-    assert bundled.metadata == expected
+    read = {k: list(v) if isinstance(v, Strings) else v for k, v in bundled.metadata.items()}
+    assert read == expected
 
 
 def test_the_bundled_file_s_tensors_are_what_the_gguf_library_reads(
@@ -81,7 +82,7 @@ def test_every_value_type_is_read(small: Path) -> None:
     assert metadata["f32"] == 0.5 and metadata["f64"] == 0.1
     assert metadata["yes"] is True
     assert metadata["text"] == "héllo 你好"
-    assert metadata["strings"] == ["a", "", "ß"] and metadata["numbers"] == [1, 2, 3]
+    assert list(metadata["strings"]) == ["a", "", "ß"] and metadata["numbers"] == [1, 2, 3]
 
 
 def test_a_tensor_s_bytes_lie_where_the_header_says(small: Path) -> None:
@@ -183,3 +184,17 @@ def test_a_file_that_lies_is_refused_with_what_is_wrong(tmp_path: Path, raw: byt
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.gguf cannot be read"):
         read_gguf(tmp_path / "none.gguf")
+
+
+def test_strings_of_an_array_are_a_sequence(bundled: GGUFHeader, oracle: gguf.GGUFReader) -> None:
+    tokens = bundled.metadata["tokenizer.ggml.tokens"]
+    expected = oracle.fields["tokenizer.ggml.tokens"].contents()
+    assert list(tokens) == expected
+    assert len(tokens) == len(expected)
+    assert [tokens[i] for i in (0, 1, 17_000, len(expected) - 1, -1)] == [
+        expected[i] for i in (0, 1, 17_000, len(expected) - 1, -1)
+    ]
+    assert tokens[100:103] == expected[100:103] and tokens[::-9_000] == expected[::-9_000]
+    assert expected[5] in tokens and tokens.index(expected[5]) == 5
+    with pytest.raises(IndexError):
+        tokens[len(expected)]
