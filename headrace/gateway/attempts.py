@@ -239,7 +239,8 @@ class Attempts:
                 answer = await client.send("POST", url, sent_headers, call.body)
                 if not 200 <= answer.status < 300:
                     body = await answer.read_error()
-                    if answer.status in (404, 405, 501) and self._has_no_responses(call.path, upstream.name, body):
+                    if call.path == "/responses" and upstream_errors.lacks_endpoint(answer.status, body):
+                        state.without_responses.add(upstream.name)  # chat completions stand in for it
                         raise _NoResponsesApi
                     raise upstream_errors.from_status(upstream, answer.status, answer.headers, body)
                 named = self.gateway_headers()
@@ -277,13 +278,6 @@ class Attempts:
                     answer.finish()
                 else:
                     answer.close()
-
-    def _has_no_responses(self, path: str, upstream: str, body: bytes) -> bool:
-        """Whether the upstream turned out to have no Responses API: then chat completions stand in for it."""
-        if path != "/responses" or upstream in self.state.without_responses or upstream_errors.names_model(body):
-            return False
-        self.state.without_responses.add(upstream)
-        return True
 
     def gateway_headers(self) -> list[tuple[bytes, bytes]]:
         """What the answer says about its way here."""

@@ -20,7 +20,7 @@ from headrace.gateway.route import Attempt, decide
 from headrace.gateway.snapshot import Snapshot, Upstream
 from headrace.gateway.state import GatewayState
 from headrace.gateway.upstream_client import BrokenAnswer
-from headrace.gateway.upstream_errors import UpstreamFailure, names_model
+from headrace.gateway.upstream_errors import UpstreamFailure, lacks_endpoint
 
 PATIENCE_S = 10.0
 _JSON = (b"content-type", b"application/json")
@@ -63,7 +63,7 @@ async def _asked(state: GatewayState, request: Request, attempt: Attempt) -> byt
                 found = await answer.read_whole(1 << 20)
             finally:
                 answer.close()
-        if answer.status in (404, 405, 501) and not names_model(found):
+        if lacks_endpoint(answer.status, found):
             state.without_count_tokens.add(upstream.name)
         count = msgspec.json.decode(found, type=dict[str, msgspec.Raw])
     except (UpstreamFailure, BrokenAnswer, TimeoutError, msgspec.MsgspecError):

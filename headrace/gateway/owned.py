@@ -163,15 +163,16 @@ async def stored_response(
     path, owner = _path(place)
     first = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
     others = [u for u in _reachable(state, snapshot, record) if u.dialect == "openai" and u.name != first.name]
-    candidates = [first] if owner is not None else [first, *others]
-    for upstream in candidates:
-        is_last = upstream is candidates[-1]
+    failures: list[ApiError] = []
+    for upstream in [first] if owner is not None else [first, *others]:
         try:
-            await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
-            return
+            return await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
         except ApiError as error:
-            if is_last or error.status not in (404, 502) or exchange.status is not None:
+            if error.status not in (404, 502) or exchange.status is not None:
                 raise
+            failures.append(error)
+    # Where nobody could be asked, it may be; where nobody keeps responses, it is not.
+    raise min(failures, key=lambda error: (error.code == "upstream_invalid_response", error.status == 404))
 
 
 def _path(place: Place) -> tuple[str, str | None]:

@@ -25,13 +25,20 @@ MAX_TEXT_CHARS = 600
 MAX_RETRY_AFTER_S = 7 * 24 * 3600.0
 
 _OVERFLOW = re.compile(
-    r"context.{0,12}(length|window|size)|maximum (context|prompt|input|sequence)|prompt is too long|too many tokens"
-    r"|input (is )?too long|reduce the length|exceeds? the (available )?context|max_model_len|longer than the model",
+    r"context.{0,12}(length|window|size|limit)|maximum (context|prompt|input|sequence)|prompt is too long"
+    r"|too many tokens|input (is )?too long|reduce the length|exceeds? the (available )?context|max_model_len"
+    r"|longer than the (maximum )?model|tokens.{0,40}must be <=|exceeds the maximum number of tokens",
     re.IGNORECASE,
 )
 _UNKNOWN_MODEL = re.compile(
-    r"model.{0,120}(not (found|exist|available|supported)|does ?n.t exist|does not exist|unknown|invalid model)"
+    r"model.{0,120}(not[ _](found|exist|available|supported)|does ?n.t exist|does not exist|unknown|invalid model)"
     r"|(no such|unknown|invalid) model|model_not_found",
+    re.IGNORECASE | re.DOTALL,
+)
+_ENDPOINT = re.compile(r"/v\d|\b(endpoint|route|url)\b|unknown_endpoint", re.IGNORECASE)
+_THING = re.compile(
+    r"\b(file|response|batch|item|conversation|container)s?\b.{0,200}(not found|not exist|n.t exist)"
+    r"|\bno (such )?(file|response|batch|item|conversation|container)\b",
     re.IGNORECASE | re.DOTALL,
 )
 _TITLE = re.compile(rb"<title[^>]*>([^<]{1,200})", re.IGNORECASE)
@@ -153,13 +160,16 @@ def from_status(upstream: Upstream, status: int, headers: Mapping[bytes, bytes],
     if status in (400, 413, 422) and _OVERFLOW.search(text):
         error = ApiError(400, text, code="context_length_exceeded", param=_param(fields))
         return UpstreamFailure(error, counts=False)
-    if status in (400, 404, 422) and _UNKNOWN_MODEL.search(f"{text} {fields.get('code')}"):
+    if status in (400, 404, 422) and _names_model(fields):
         message = f"The upstream {name} does not have this model: {text}"
         return UpstreamFailure(ApiError(404, message, code="model_not_found", param="model"), counts=False)
     if status == 501 and fields:
         code = str(fields.get("code") or "not_implemented")
         error = ApiError(501, text, code=code, param=_param(fields), headers={"x-should-retry": "false"})
         return UpstreamFailure(error, counts=False)
+    if status == 404 and names_thing(fields):
+        code = str(fields.get("code") or "not_found")
+        return UpstreamFailure(ApiError(404, text, code=code, param=_param(fields)), falls_back=False, counts=False)
     if status in (404, 405, 501):
         said = f": {text.rstrip('.')}" if fields else ""
         detail = f"it has no such endpoint (status {status}{said}); check its base_url, or the model cannot do this"
@@ -253,9 +263,26 @@ def _loose(value: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def names_model(body: bytes) -> bool:
-    """Whether an error is about the model, not about the endpoint."""
-    return bool(_UNKNOWN_MODEL.search(body.decode("utf-8", "replace")[:4000]))
+def lacks_endpoint(status: int, body: bytes) -> bool:
+    """Whether an answer says that there is no such endpoint, rather than no such model, file or response."""
+    if status not in (404, 405, 501):
+        return False
+    fields = error_fields(body)
+    return not _names_model(fields) and not (status == 404 and names_thing(fields))
+
+
+def names_thing(fields: Mapping[str, Any]) -> bool:
+    """Whether a 404 is about something that the request names by its id: a file, a batch, a response."""
+    code, text = str(fields.get("code") or ""), str(fields.get("message") or "")
+    if _ENDPOINT.search(f"{code} {text}"):
+        return False
+    return bool(_param(fields)) or code.endswith("_not_found") or bool(_THING.search(text))
+
+
+def _names_model(fields: Mapping[str, Any]) -> bool:
+    """Anthropic names the model in the message and says in the type that it is not there."""
+    told = (str(fields.get(name) or "")[:4000] for name in ("message", "code", "type"))
+    return bool(_UNKNOWN_MODEL.search(" ".join(told)))
 
 
 def described(body: bytes, headers: Mapping[bytes, bytes]) -> str:

@@ -94,6 +94,7 @@ OVERFLOW = "This model's maximum context length is 4096 tokens. However, you req
         (replies.unauthorized(), False),
         (replies.error(403), False),
         (replies.error(404, "The model `fake` does not exist.", code="model_not_found"), False),
+        (replies.anthropic_error(404, "model: fake", type="not_found_error"), False),
         (replies.error(400, OVERFLOW), False),
         (replies.error(400, OVERFLOW, code="context_length_exceeded"), False),
         (replies.html(502), True),
@@ -109,6 +110,28 @@ def test_failures_that_go_on(
     first.answer = reply
     assert ask(gateway).headers["x-gateway-upstream"] == "second"
     assert len(first.requests) == (2 if asks_again else 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "prompt is too long: 205000 tokens > 200000 maximum",
+        "input length and `max_tokens` exceed context limit: 197202 + 21333 > 200000, decrease input length",
+        "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+        "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
+        "The input token count (1048577) exceeds the maximum number of tokens allowed (1048576).",
+        "the request exceeds the available context size. try increasing the context size",
+        "Input is too long for requested model.",
+    ],
+)
+def test_what_is_too_long_for_one_goes_to_the_next_however_it_is_said(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream, message: str
+) -> None:
+    first.answer = replies.error(400, message)
+    assert ask(gateway).headers["x-gateway-upstream"] == "second"
+    second.answer = replies.error(400, message)
+    assert ask(gateway).json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 415, 422, 451])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -249,7 +250,52 @@ def test_a_stored_response_is_looked_for_where_it_may_be(
     assert answer.headers.get_list("x-gateway-upstream") == ["second"]
     assert second.last.target == "/v1/responses/resp_9?include=x"
     second.answer = replies.error(404, "no such response")
-    assert gateway.client.delete("/v1/responses/resp_9").status_code in (404, 502)
+    assert gateway.client.delete("/v1/responses/resp_9").status_code == 404
+
+
+LACKS_IT = replies.json_reply({"detail": "Not Found"}, 404)
+NOT_FOUND = [
+    ("Response with id 'resp_9' not found.", None),
+    ("No such File object: file-1", None),
+    ("No batch found with id 'batch_1'.", None),
+    ('There is no file "file-1" on this server.', "file_not_found"),
+    ("Item with id 'msg_1' not found.", None),
+]
+
+
+@pytest.mark.parametrize(("message", "code"), NOT_FOUND)
+def test_what_an_upstream_does_not_find_is_not_found(
+    gateway: ThreadedGateway, first: FakeUpstream, message: str, code: str | None
+) -> None:
+    missing = replies.error(404, message, code=code)
+    first.script(replies.json_reply({"id": "file-1", "object": "file"}))
+    id = gateway.client.post("/v1/files", files={"purpose": (None, "x"), "file": ("a", b"a")}).json()["id"]
+    first.answer = missing
+    file = gateway.client.get(f"/v1/files/{id}")
+    answer = gateway.client.post("/v1/responses", json={"model": "fake", "input": "Hi", "previous_response_id": "r"})
+    for each in (file, answer):
+        assert (each.status_code, each.json()["error"]["message"]) == (404, message)
+        assert each.json()["error"]["code"] == (code or "not_found")
+    assert gateway.state.without_responses == set()
+
+
+def test_a_response_is_not_found_where_one_keeps_none_and_the_other_has_it_not(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream
+) -> None:
+    missing = replies.error(404, "Response with id 'resp_9' not found.")
+    for first.answer, second.answer in ((LACKS_IT, missing), (missing, LACKS_IT)):
+        answer = gateway.client.get("/v1/responses/resp_9")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    first.answer, second.answer = missing, Reply(silent_end=True)
+    assert gateway.client.get("/v1/responses/resp_9").json()["error"]["code"] == "upstream_unreachable"
+
+
+def test_an_endpoint_that_is_lacking_is_the_upstreams_fault(gateway: ThreadedGateway, first: FakeUpstream) -> None:
+    texts = ("Not Found", "Invalid URL (POST /v1/rerank)", "There is no file or route /v1/rerank", "no such endpoint")
+    for reply in (LACKS_IT, *(replies.error(404, text) for text in texts)):
+        first.answer = reply
+        answer = gateway.client.post("/v1/rerank", json={"model": "fake", "query": "a", "documents": ["b"]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_invalid_response")
 
 
 def test_a_form_goes_to_its_models_upstream_unchanged(gateway: ThreadedGateway, second: FakeUpstream) -> None:
@@ -297,6 +343,18 @@ def test_responses_go_natively_where_the_upstream_has_them(gateway: ThreadedGate
     body = {"model": "fake", "input": "Hi", "stream": True, "client_metadata": {"a": 1}, "store": False}
     answer = gateway.client.post("/v1/responses", json=body)
     assert answer.content == reply.body and first.last.json == body
+
+
+def test_requests_that_find_out_at_once_that_there_are_no_responses_are_all_answered(tmp_path) -> None:
+    late = LACKS_IT.slow(head_s=0.2)
+    asks_chat = replies.chat("Hi")
+    answer = lambda request: late if request.path.endswith("/responses") else asks_chat  # noqa: E731
+    with FakeUpstream(answer) as upstream, threaded_gateway(tmp_path, providers(main=provider(upstream.url))) as own:
+        with ThreadPoolExecutor(4) as pool:
+            body = {"model": "fake", "input": "Hi"}
+            answers = list(pool.map(lambda _: own.client.post("/v1/responses", json=body), range(4)))
+        assert [each.status_code for each in answers] == [200] * 4
+        assert [request.path for request in upstream.requests].count("/v1/responses") == 4
 
 
 def test_responses_become_chat_where_the_upstream_has_none_and_that_is_remembered(tmp_path) -> None:
