@@ -14,11 +14,13 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +35,31 @@ from headrace.bench.workloads import HEADLINE, REQUESTS, WORKLOADS, Figures, run
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace.bench.compare", description="Compare servers under the same loads.")
-    parser.add_argument("--models", type=Path, default=Path("models"), help="folder with hf/ and *.gguf (%(default)s)")
+    parser.add_argument("--models", type=Path, help="folder with hf/ and *.gguf (models, if there is one)")
     parser.add_argument("--workloads", default="W1,W2,W3,W4", help="which loads, with commas (%(default)s)")
     parser.add_argument("--only", default="", help="servers whose name has one of these words, with commas")
     parser.add_argument("--rounds", type=int, default=3, help="how often each load runs on each server (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of every server (%(default)s)")
     parser.add_argument("--vllm", help="the program vllm, when it is not on PATH")
     parser.add_argument("--llama-cpp", help="folder of llama-server and llama-bench, when they are not on PATH")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=Path, help="write every figure to this file, as soon as it is measured")
     parser.add_argument("--base", type=Path, help="an earlier --json file: show what changed since")
     return parser
 
 
 def measure(
     chosen: Sequence[Contestant], workloads: Sequence[str], rounds: int, console: Console
-) -> list[dict[str, Any]]:
-    """One entry for each server, load and round, and one for each server's start and memory."""
-    entries: list[dict[str, Any]] = []
+) -> Generator[dict[str, Any], None, None]:
+    """One entry for each server, load and round, and one for each server's start and memory, as they are measured.
 
-    def note(contestant: Contestant, load: str, number: int, figures: Figures) -> None:
-        entries.append(
-            {"server": contestant.name, "scheme": contestant.scheme, "load": load, "round": number, "figures": figures}
-        )
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        console.print(f"{contestant.name:<16} {load} round {number + 1}: {shown}", highlight=False)
+    A server that does not start or has ended is named and left out; what was measured of it before stays."""
+
+    def entry(contestant: Contestant, load: str, number: int, figures: Figures) -> dict[str, Any]:
+        known = {name: value for name, value in figures.items() if not math.isnan(value)}
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+        console.print(f"{contestant.name:<16} {load} round {number + 1}: {shown or 'failed'}", highlight=False)
+        server = {"server": contestant.name, "scheme": contestant.scheme}
+        return {**server, "load": load, "round": number, "figures": known}
 
     with contextlib.ExitStack() as stack:
         up: list[tuple[Contestant, Server]] = []
@@ -68,22 +71,37 @@ def measure(
             except BenchError as error:
                 console.print(str(error), style="red", highlight=False, markup=False)
                 continue
-            note(contestant, "start", 0, {"start s": server.start_s, "idle PSS MiB": server.pss_bytes() / (1 << 20)})
+            yield entry(contestant, "start", 0, {"start s": server.start_s, "idle PSS MiB": _pss_mib(server)})
             up.append((contestant, server))
             run_workload("W1", Target(server.url, contestant.model), seed=1)  # whatever is done once is done now
         for number in range(rounds):
             for contestant, _ in up:
                 if contestant.bench:
-                    note(contestant, "bench", number, {"decode tok/s a stream": bench_rate(contestant.bench)})
+                    yield entry(contestant, "bench", number, {"decode tok/s a stream": bench_rate(contestant.bench)})
             for load in workloads:
                 seed = 1000 * number + 7
-                for contestant, server in up:
-                    figures = run_workload(load, Target(server.url, contestant.model), seed=seed)
-                    note(contestant, load, number, {**figures, "PSS MiB": server.pss_bytes() / (1 << 20)})
+                for contestant, server in list(up):
+                    yield entry(contestant, load, number, served_figures(contestant, server, load, seed))
+                    if server.exit_status is not None:
+                        said = f"{contestant.name} has ended with {server.exit_status} and is left out from here on"
+                        console.print(said, style="red", highlight=False, markup=False)
+                        up.remove((contestant, server))
                 for contestant in chosen:
                     if not contestant.is_server and load in REQUESTS:
-                        note(contestant, load, number, offline_figures(contestant, load, seed))
-    return entries
+                        yield entry(contestant, load, number, offline_figures(contestant, load, seed))
+
+
+def served_figures(contestant: Contestant, server: Server, load: str, seed: int) -> Figures:
+    """The load's figures, and the memory of all the server's processes near its end, while it runs."""
+    memory: list[float] = []
+    target = Target(server.url, contestant.model)
+    figures = run_workload(load, target, seed, lambda: memory.append(_pss_mib(server)))
+    return {**figures, "PSS MiB": max(memory, default=math.nan)}
+
+
+def _pss_mib(server: Server) -> float:
+    """nan for one that has ended."""
+    return server.pss_bytes() / (1 << 20) or math.nan
 
 
 def offline_figures(contestant: Contestant, load: str, seed: int) -> Figures:
@@ -92,7 +110,7 @@ def offline_figures(contestant: Contestant, load: str, seed: int) -> Figures:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         return {name: float(value) for name, value in json.loads(done.stdout).items()}
-    except (ValueError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return {"errors": 1}
 
 
@@ -123,6 +141,8 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[Table]:
         for scheme in dict.fromkeys(scheme for scheme, _, at in found if at == load):
             rows = {server: figures for (s, server, at), figures in found.items() if (s, at) == (scheme, load)}
             columns = list(dict.fromkeys(name for figures in rows.values() for name in figures))
+            if not columns:
+                continue
             table = Table(title=f"{load}, {scheme}", title_justify="left")
             table.add_column("server")
             for column in columns:
@@ -132,7 +152,8 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[Table]:
             ours = _best((f.get(headline, math.nan) for n, f in rows.items() if n.startswith("headrace")), headline)
             for server, figures in rows.items():
                 value = figures.get(headline, math.nan)
-                ratio = value / ours if _lower_is_better(headline) else ours / value
+                more, less = (value, ours) if _lower_is_better(headline) else (ours, value)
+                ratio = more / less if less else math.nan
                 shown = "" if server.startswith("headrace") or math.isnan(ratio) else f"{ratio:.2f} x"
                 table.add_row(server, *(f"{figures.get(column, math.nan):.4g}" for column in columns), shown)
             result.append(table)
@@ -176,31 +197,82 @@ def _lower_is_better(figure: str) -> bool:
     return figure.endswith((" ms", " s", " MiB"))
 
 
+def _earlier(file: Path) -> list[dict[str, Any]]:
+    """The entries that a --json of this program wrote. Raises BenchError if that is something else."""
+    try:
+        entries = json.loads(file.read_text())["entries"]
+        medians(entries)
+    except OSError as error:
+        raise BenchError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise BenchError(f"{file} was not written by --json of this program") from None
+    return list(entries)
+
+
+def _checked(args: argparse.Namespace) -> list[str]:
+    """The loads. Raises BenchError for what would show only after the measuring, or would measure something else."""
+    loads = [load for load in args.workloads.split(",") if load]
+    unknown = [load for load in loads if load not in WORKLOADS]
+    if unknown or not loads:
+        raise BenchError(f"--workloads {args.workloads!r}: there are {', '.join(WORKLOADS)}")
+    for name in ("rounds", "threads"):
+        if getattr(args, name) < 1:
+            raise BenchError(f"--{name} {getattr(args, name)}: it must be at least 1")
+    if args.models is not None and not args.models.is_dir():
+        raise BenchError(f"--models {args.models}: there is no such folder")
+    if args.llama_cpp and shutil.which("llama-server", path=args.llama_cpp) is None:
+        raise BenchError(f"--llama-cpp {args.llama_cpp}: there is no llama-server in it")
+    if args.vllm and shutil.which(args.vllm) is None:
+        raise BenchError(f"--vllm {args.vllm}: there is no such program")
+    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
+        raise BenchError(f"--json {args.json}: no file can be written there")
+    return loads
+
+
+def _chosen(found: Sequence[Contestant], missing: Sequence[str], only: str, console: Console) -> list[Contestant]:
+    """Those whose name has one of the words of `only`, and a line for each of these that is left out. Raises BenchError
+    for a word that no name has, and when nothing is left."""
+    words = [word for word in only.split(",") if word]
+    for word in words:
+        if not any(word in name for name in (*(c.name for c in found), *(line.partition(":")[0] for line in missing))):
+            raise BenchError(f"--only {word}: no server's name has that; there are {', '.join(c.name for c in found)}")
+    for line in missing:
+        if not words or any(word in line.partition(":")[0] for word in words):
+            console.print(f"left out: {line}", highlight=False, markup=False)
+    chosen = [c for c in found if not words or any(word in c.name for word in words)]
+    if not chosen:
+        raise BenchError("there is nothing to compare")
+    return chosen
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     console = Console(width=200 if not sys.stdout.isatty() else None)
-    workloads = [load for load in args.workloads.split(",") if load]
-    unknown = [load for load in workloads if load not in WORKLOADS]
-    if unknown:
-        parser().error(f"unknown load {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    found, missing = contestants(args.models, args.threads, args.vllm, args.llama_cpp)
-    words = [word for word in args.only.split(",") if word]
-    chosen = [c for c in found if not words or any(word in c.name for word in words)]
-    for line in missing:
-        console.print(f"left out: {line}", highlight=False)
-    if not chosen:
-        console.print("nothing to compare", style="red")
-        return 1
-    entries = measure(chosen, workloads, args.rounds, console)
+    try:
+        loads = _checked(args)
+        base = None if args.base is None else _earlier(args.base)
+        found, missing = contestants(args.models or Path("models"), args.threads, loads, args.vllm, args.llama_cpp)
+        chosen = _chosen(found, missing, args.only, console)
+    except BenchError as error:
+        parser().error(str(error))
+    commands = {c.name: " ".join(c.command) for c in chosen}
+    head = {"date": datetime.date.today().isoformat(), "machine": machine(), "commands": commands}
+    entries: list[dict[str, Any]] = []
+    status = 0
+    try:
+        with contextlib.closing(measure(chosen, loads, args.rounds, console)) as measured:
+            for entry in measured:
+                entries.append(entry)
+                if args.json is not None:
+                    args.json.write_text(json.dumps({**head, "entries": entries}, indent=1) + "\n")
+    except KeyboardInterrupt:
+        console.print("interrupted: what was measured until now", style="red")
+        status = 130
     for table in tables(entries):
         console.print(table)
-    if args.base is not None:
-        console.print(changes(json.loads(args.base.read_text())["entries"], entries))
-    if args.json is not None:
-        commands = {c.name: " ".join(c.command) for c in chosen}
-        written = {"date": datetime.date.today().isoformat(), "machine": machine(), "commands": commands}
-        args.json.write_text(json.dumps({**written, "entries": entries}, indent=1))
-    return 0
+    if base is not None:
+        console.print(changes(base, entries))
+    return status
 
 
 if __name__ == "__main__":

@@ -12,15 +12,30 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.bench.servers import Server, free_port, started
 from headrace.config.resolve import resolve_model
 
-KV_CACHE_BYTES = 232 << 20
-"""Of Headrace: 10,500 tokens of the model of the comparison, enough for each of the loads."""
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """For the tokens of one load. A server gets that of the largest of its loads, so that none has memory of no use."""
+
+    kv_cache_bytes: int
+    """Of Headrace, whose streams share one cache; at 23,040 bytes a token of the model of the comparison."""
+    stream_tokens: int
+    """Of llama.cpp, where each of 32 streams has its own part, and its prompts must fit it."""
+
+
+ROOM = {
+    "W1": Room(203 << 20, 512),
+    "W2": Room(203 << 20, 512),  # 9,216 tokens: 32 streams of up to 258, in blocks of 32
+    "W3": Room(203 << 20, 2048),
+    "W4": Room(240 << 20, 8192),  # 10,912 tokens: one of 6,002 and eight of up to 578, which are 10,880 in blocks
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,19 @@ class Contestant:
     """Else `command` is run once for a {load} and {seed}, and prints its figures as JSON."""
 
 
-def contestants(models: Path, threads: int, vllm: str | None, llama: str | None) -> tuple[list[Contestant], list[str]]:
-    """What can run here, and a line for each that cannot. `vllm`, `llama`: a program and a folder of programs, or None
-    for those on PATH."""
+def contestants(
+    models: Path, threads: int, loads: Iterable[str], vllm: str | None, llama: str | None
+) -> tuple[list[Contestant], list[str]]:
+    """What can run here, and a line for each that cannot, its name first. `loads` decide how much room for tokens the
+    servers are given; `vllm`, `llama`: a program and a folder of programs, or None for those on PATH."""
+    rooms = [ROOM[load] for load in loads]
+    kv_cache_bytes = max(room.kv_cache_bytes for room in rooms)
+    context = 32 * max(room.stream_tokens for room in rooms)
     found: list[Contestant] = []
     missing: list[str] = []
     serve = (sys.executable, "-m", "headrace", "serve")
     ours = ("--host", "127.0.0.1", "--port", "{port}", "--threads", str(threads), "--served-model-name", "m",
-            "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))  # fmt: skip
+            "--kv-cache-memory-bytes", str(kv_cache_bytes))  # fmt: skip
 
     def add(contestant: Contestant, *needs: Path) -> None:
         absent = [str(path) for path in needs if not path.exists()]
@@ -66,12 +86,12 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
     server = shutil.which("llama-server", path=llama)
     bench = shutil.which("llama-bench", path=llama)
     if server is None:
-        missing.append("llama.cpp: llama-server is not on PATH")
+        missing.append(f"llama.cpp: llama-server is not {f'in {llama}' if llama else 'on PATH'}")
     else:
         for file in ("bf16", "q8_0", "q4_0", "q4_1"):
             path = models / f"{file}.gguf"
             command = (server, "-m", str(path), "--host", "127.0.0.1", "--port", "{port}", "-t", str(threads),
-                       "-np", "32", "-c", "262144", "--no-kv-unified", "--alias", "m")  # fmt: skip
+                       "-np", "32", "-c", str(context), "--no-kv-unified", "--alias", "m")  # fmt: skip
             rate: tuple[str, ...] = ()
             if bench is not None:
                 rate = (bench, "-m", str(path), "-t", str(threads), "-p", "0", "-n", "128", "-r", "3", "-o", "json")
@@ -79,13 +99,13 @@ def contestants(models: Path, threads: int, vllm: str | None, llama: str | None)
             add(Contestant(f"llama.cpp {file}", scheme, command, "m", bench=rate), path)
     program = shutil.which(vllm or "vllm")
     if program is None:
-        missing.append("vLLM: vllm is not on PATH")
+        missing.append(f"vLLM: {f'there is no program {vllm}' if vllm else 'vllm is not on PATH'}")
     else:
         serving = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
                    "--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",

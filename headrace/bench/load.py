@@ -127,7 +127,7 @@ async def send(
                     token_s.append(time.perf_counter())
                     if arrived is not None:
                         arrived(token_s[-1])
-    except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as problem:
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     if error is None and not (ended and usage):
         error = "the stream ended without usage and [DONE]"
@@ -142,17 +142,26 @@ async def send(
 
 
 async def run_load(
-    target: Target, requests: Sequence[Request], *, max_concurrency: int | None, request_rate: float, seed: int = 0
-) -> list[Outcome]:
-    """Send all requests, at most `max_concurrency` at once, `request_rate` a second (Poisson; inf: without waiting)."""
+    target: Target, requests: Sequence[Request], *, max_concurrency: int | None, request_rate: float, seed: int = 0,
+    last_sent: Callable[[], object] | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """Send all requests, at most `max_concurrency` at once, `request_rate` a second (Poisson; inf: without waiting).
+
+    `last_sent` is called once, in a thread, when no request waits any more and the last ones are under way."""
     gate = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     rng = random.Random(seed)
+    num_waiting = len(requests)
+    calls: list[asyncio.Task[object]] = []
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # llama-server drops a connection it kept alive
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def admitted(request: Request) -> Outcome:
+            nonlocal num_waiting
             async with gate:
+                num_waiting -= 1
+                if last_sent is not None and not num_waiting:
+                    calls.append(asyncio.create_task(asyncio.to_thread(last_sent)))
                 return await send(session, target, request)
 
         tasks = []
@@ -160,4 +169,6 @@ async def run_load(
             tasks.append(asyncio.create_task(admitted(request)))
             if request_rate != float("inf"):
                 await asyncio.sleep(rng.expovariate(request_rate))
-        return list(await asyncio.gather(*tasks))
+        outcomes = list(await asyncio.gather(*tasks))
+        await asyncio.gather(*calls)
+        return outcomes

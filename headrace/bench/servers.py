@@ -30,7 +30,7 @@ class BenchError(Exception):
 @dataclass(frozen=True, slots=True)
 class Server:
     url: str
-    process: psutil.Process
+    process: psutil.Popen
     start_s: float
     """From the command until it was ready."""
 
@@ -39,6 +39,12 @@ class Server:
         with contextlib.suppress(psutil.NoSuchProcess):
             return [self.process, *self.process.children(recursive=True)]
         return []
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        status: int | None = self.process.poll()
+        return status
 
     def pss_bytes(self) -> int:
         """Of its processes together, shared memory counted once."""
@@ -70,14 +76,18 @@ def started(
     It is ready with the first 200 of /health, or with `any_answer` there. Raises BenchError with the end of its output.
     """
     url = f"http://127.0.0.1:{port}"
-    limits = (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)
+    _, hardest = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_LIMIT_BYTES if hardest == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hardest)
     with tempfile.TemporaryFile("w+") as log:
         started_s = time.perf_counter()
-        process = psutil.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits),
-        )  # fmt: skip
+        try:
+            process = psutil.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+            )  # fmt: skip
+        except OSError as error:
+            raise BenchError(f"{shlex.join(command)} did not start: {error}") from None
         try:
             if core is not None:
                 process.cpu_affinity([core])

@@ -45,8 +45,10 @@ REQUESTS: dict[str, Callable[[int], tuple[list[Request], int]]] = {"W1": one_by_
 """The loads that are lists of requests: seed to the requests and how many streams there are at a time."""
 
 
-async def long_prompt(target: Target, seed: int) -> Figures:
-    """The streams' worst gap while the long prompt is computed, and its time to first token then and alone."""
+async def long_prompt(target: Target, seed: int, last_sent: Callable[[], object]) -> Figures:
+    """The streams' worst gap while the long prompt is computed, and its time to first token then and alone.
+
+    `last_sent` is called, in a thread, when the long prompt has been answered and the streams are still under way."""
     rng = random.Random(seed)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -59,6 +61,7 @@ async def long_prompt(target: Target, seed: int) -> Figures:
         while min(map(len, arrivals)) < 16 and not any(stream.done() for stream in streams):
             await asyncio.sleep(0.02)
         long = await send(session, target, Request(" ".join(rng.choices(WORDS, k=6000)), 2))
+        await asyncio.to_thread(last_sent)
         outcomes = [*await asyncio.gather(*streams), alone, long]
     errors = sum(outcome.error is not None for outcome in outcomes)
     if not long.token_s or not alone.token_s:
@@ -78,11 +81,13 @@ WORKLOADS = (*REQUESTS, "W4")
 HEADLINE = {"W1": "output tok/s", "W2": "output tok/s", "W3": "output tok/s", "W4": "worst gap ms"}
 
 
-def run_workload(name: str, target: Target, seed: int) -> Figures:
+def run_workload(name: str, target: Target, seed: int, last_sent: Callable[[], object] = lambda: None) -> Figures:
+    """What was read off it. `last_sent` is called once, in a thread, near the load's end and while it still runs."""
     if name == "W4":
-        return asyncio.run(long_prompt(target, seed))
+        return asyncio.run(long_prompt(target, seed, last_sent))
     requests, streams = REQUESTS[name](seed)
-    return _served(asyncio.run(run_load(target, requests, max_concurrency=streams, request_rate=UNLIMITED)))
+    load = run_load(target, requests, max_concurrency=streams, request_rate=UNLIMITED, last_sent=last_sent)
+    return _served(asyncio.run(load))
 
 
 def _served(outcomes: list[Outcome]) -> Figures:
