@@ -281,7 +281,8 @@ def _prompts(store: KeyStore, options: Options) -> None:
     log = PromptLog(store.database, now_s=store.now_s)
     if "keep" in options:
         is_off = options["keep"] == "off"
-        record = store.keep_prompts(options["0"], None if is_off else key_values.seconds(options["keep"]))
+        kept_s = None if is_off else key_values.seconds(options["keep"])
+        record = store.change(options["0"], prompts_kept_s=kept_s)
         if is_off:
             log.forget(record.id)
         kept = "no longer kept, and removed" if is_off else f"kept for {options['keep']} from now on"

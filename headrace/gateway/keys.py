@@ -12,8 +12,8 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict, Unpack
 
 from sqlalchemy import Connection, Row, select, update
 from sqlalchemy.exc import IntegrityError
@@ -118,6 +118,19 @@ class KeyRequest:
         return replace(self, name=name, limits=limits, allowed_ips=addresses)
 
 
+class KeyChanges(TypedDict, total=False):
+    """What of a key changes: fields of its KeyRequest."""
+
+    name: str
+    tags: tuple[str, ...]
+    plan: str | None
+    models: tuple[str, ...]
+    limits: Limits
+    allowed_ips: tuple[str, ...]
+    expires_at: float | None
+    prompts_kept_s: float | None
+
+
 def matches_any(name: str, globs: Sequence[str]) -> bool:
     """Whether one of the globs matches; no globs = everything."""
     return not globs or any(glob == name or fnmatch.fnmatchcase(name, glob) for glob in globs)
@@ -193,21 +206,12 @@ class KeyStore:
         prefix, last4 = key_secrets.shown_prefix(secret), key_secrets.last_four(secret)
         return replace(record, secret_valid_until=None, prefix=prefix, last4=last4), secret
 
-    def keep_prompts(self, name: str, kept_s: float | None) -> KeyRecord:
-        """Keep the key's prompts and answers from now on for so long; None = no longer. Raises KeyMistake."""
+    def change(self, key: str, /, **changed: Unpack[KeyChanges]) -> KeyRecord:
+        """Give the key other rights; those that are not named stay, and so does its secret. Raises KeyMistake."""
         keys = tables.keys
         with self.database.write() as connection:
-            record = _one(self._list(connection), name)
-            KeyRequest(name=record.name, prompts_kept_s=kept_s).checked(self.now_s())
-            connection.execute(update(keys).where(keys.c.id == record.id).values(prompts_kept_s=kept_s))
-            self.database.bump(connection, VERSION)
-        return replace(record, prompts_kept_s=kept_s)
-
-    def change(self, name: str, request: KeyRequest) -> KeyRecord:
-        """Give the key other rights; its secret stays. Raises KeyMistake."""
-        keys = tables.keys
-        with self.database.write() as connection:
-            record = _one(self._list(connection), name)
+            record = _one(self._list(connection), key)
+            request = replace(_rights(record), **changed)
             # An expiry that has passed may stay as it is; only a new one must lie ahead.
             keeps_expiry = request.expires_at == record.expires_at
             checked = replace(request, expires_at=None if keeps_expiry else request.expires_at).checked(self.now_s())
@@ -299,6 +303,11 @@ def _record(row: Row[Any]) -> KeyRecord:
         secret_valid_until=row.valid_until,
         networks=tuple(network(address) for address in allowed),
     )
+
+
+def _rights(record: KeyRecord) -> KeyRequest:
+    """The request that would make such a key."""
+    return KeyRequest(**{each.name: getattr(record, each.name) for each in fields(KeyRequest)})
 
 
 def _columns(request: KeyRequest) -> dict[str, object]:

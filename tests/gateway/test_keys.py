@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from headrace.gateway import key_secrets
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.key_secrets import new_secret
-from headrace.gateway.keys import KeyMistake, KeyRequest, KeyStore
+from headrace.gateway.keys import KeyChanges, KeyMistake, KeyRequest, KeyStore
 from headrace.gateway.ledger import open_ledger, open_store
 from headrace.gateway.snapshot import Limits, Plan
 from headrace.gateway.usage import UsageEvent
@@ -324,10 +325,51 @@ def test_the_first_start_makes_a_key_and_later_ones_show_it(store: KeyStore) -> 
 
 def test_a_key_can_be_given_other_rights(store: KeyStore, index: KeyIndex) -> None:
     secret = made(store, index)
-    store.change("vllm-local-dev", KeyRequest(name="renamed", limits=Limits(rpm=5)))
+    store.change("vllm-local-dev", name="renamed", limits=Limits(rpm=5))
     index.reload()
     record = index.authenticate(bearer(secret), None)
     assert (record.name, record.limits.rpm) == ("renamed", 5)
+
+
+OTHER_RIGHTS: KeyChanges = {
+    "name": "renamed",
+    "tags": ("prod", "team-b"),
+    "plan": "large",
+    "models": ("gpt-*",),
+    "limits": Limits(rpm=7, tpm=70, concurrency=3, budget_micros=9, budget_period="week"),
+    "allowed_ips": ("192.0.2.0/24",),
+    "expires_at": 1_895_953_600.0,
+    "prompts_kept_s": 60.0,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RIGHTS)
+def test_a_change_of_one_right_leaves_every_other(store: KeyStore, index: KeyIndex, name: str) -> None:
+    assert set(OTHER_RIGHTS) == {each.name for each in fields(KeyRequest)} == set(KeyChanges.__annotations__)
+    made(store, index, tags=("dev",), plan="small", models=("qwen*",), limits=Limits(rpm=5),
+         allowed_ips=("10.0.0.0/8",), expires_at=1_795_953_700.0, prompts_kept_s=3600.0)  # fmt: skip
+    before = store.find("vllm-local-dev")
+    after = store.change("vllm-local-dev", **{name: OTHER_RIGHTS[name]})  # type: ignore[literal-required, misc]
+    assert store.find(before.id) == after
+    assert {each for each in OTHER_RIGHTS if getattr(after, each) != getattr(before, each)} == {name}
+    assert getattr(after, name) == OTHER_RIGHTS[name]  # type: ignore[literal-required]
+    assert (after.id, after.shown, after.created_at, after.state(0.0)) == (
+        before.id, before.shown, before.created_at, "active"
+    )  # fmt: skip
+
+
+def test_prompts_are_no_longer_kept_once_that_is_said(store: KeyStore, index: KeyIndex) -> None:
+    made(store, index, prompts_kept_s=60.0, limits=Limits(rpm=5))
+    record = store.change("vllm-local-dev", prompts_kept_s=None)
+    assert (record.prompts_kept_s, record.limits.rpm) == (None, 5)
+
+
+def test_a_key_that_has_expired_can_be_changed_and_stays_expired(store: KeyStore, clock: Clock) -> None:
+    store.create(KeyRequest(name="ci", expires_at=clock.now_s + 60))
+    clock.now_s += 120
+    assert store.change("ci", prompts_kept_s=60.0).state(clock.now_s) == "expired"
+    with pytest.raises(KeyMistake, match="in the past"):
+        store.change("ci", expires_at=clock.now_s - 1)
 
 
 def code_for(index: KeyIndex, secret: str) -> str | None:

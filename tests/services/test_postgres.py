@@ -95,7 +95,7 @@ def test_a_keys_life_from_creation_to_revocation(ledger: Ledger) -> None:
     with pytest.raises(KeyMistake, match="in use"):
         ledger.store.create(KeyRequest(name="ci"))
     _, new = ledger.store.rotate("ci", grace_s=0)
-    ledger.store.change("ci", KeyRequest(name="renamed"))
+    ledger.store.change("ci", name="renamed")
     ledger.keys.reload()
     assert (code_for(ledger.keys, old), code_for(ledger.keys, new)) == ("key_expired", None)
     ledger.store.revoke("renamed")
@@ -233,4 +233,4 @@ def test_prompts_are_kept_and_removed_as_a_key_says(ledger: Ledger) -> None:
     assert ledger.database.count(tables.kept_prompts) == 2
     ledger.prompts.forget(record.id)
     assert ledger.database.count(tables.kept_prompts) == 0
-    assert ledger.store.keep_prompts("keeps", None).prompts_kept_s is None
+    assert ledger.store.change("keeps", prompts_kept_s=None).prompts_kept_s is None
