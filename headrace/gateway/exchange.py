@@ -183,8 +183,9 @@ class Exchange:
         if self.status is not None:
             return await self.break_off(error)
         extra = [(n.lower().encode("latin-1"), v.encode("latin-1", "replace")) for n, v in error.headers.items()]
-        body = error_forms.body(error, self.form, self.request_id.decode())
-        if self.form == "anthropic":
+        form: ErrorForm = "anthropic" if b"anthropic-version" in self.headers else self.form
+        body = error_forms.body(error, form, self.request_id.decode())
+        if form == "anthropic":
             extra.append((b"request-id", self.request_id))
         await self.answer(error.status, body, [_JSON, *extra])
 

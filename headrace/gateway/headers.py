@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import headrace
+
 if TYPE_CHECKING:
     from headrace.gateway.snapshot import Upstream
 
@@ -74,7 +76,7 @@ class OwnHeaders(NamedTuple):
 
 def own_headers(upstream: Upstream) -> OwnHeaders:
     """Authentication is the upstream's own, whatever the client sent."""
-    usual: dict[bytes, bytes] = {}
+    usual = {b"user-agent": b"headrace/" + headrace.__version__.encode()}  # some firewalls refuse who has none
     always = {b"accept-encoding": b"identity"}
     key = upstream.api_key
     if upstream.dialect == "anthropic":

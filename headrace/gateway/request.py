@@ -26,6 +26,7 @@ from headrace.gateway.rules import RequestFacts
 from headrace.gateway.snapshot import Model, Plan, Snapshot
 from headrace.gateway.translation import Translation, dialect_needed, translate
 from headrace.protocol import errors
+from headrace.protocol.translate.wire import kind
 
 PROMPT_FIELDS = frozenset("messages prompt input system instructions tools query documents texts".split())
 AFFINITY_FIELDS = ("system", "instructions", "messages", "prompt", "input")
@@ -130,11 +131,11 @@ def _facts(exchange: Exchange, place: Place, fields: Fields, record: KeyRecord) 
         value = fields.value(name)
         if name == "model":
             if value is not None and not isinstance(value, str):
-                raise errors.invalid_type("model", "a string", type(value).__name__)
+                raise errors.invalid_type("model", "a string", kind(value))
             model = value or None
         elif name == "stream":
             if value is not None and not isinstance(value, bool):
-                raise errors.invalid_type("stream", "true or false", type(value).__name__)
+                raise errors.invalid_type("stream", "true or false", kind(value))
             streamed = value
         elif name == "stream_options":
             wants_usage = isinstance(value, dict) and value.get("include_usage") is True
@@ -170,8 +171,9 @@ def call_for(
     Raises ApiError for what cannot be put into the upstream's dialect.
     """
     upstream = attempt.upstream
+    content_type = request.content_type if request.fields is None else _JSON  # read as JSON, whatever it was called
     sent_headers = headers.forwarded(
-        request.sent_headers, request.request_id, dialect=upstream.dialect, content_type=request.content_type
+        request.sent_headers, request.request_id, dialect=upstream.dialect, content_type=content_type
     )
     if request.fields is None:
         return Call(path=request.path, body=_form(request, attempt.model), headers=sent_headers, wire="openai")
@@ -208,7 +210,6 @@ def call_for(
             wants_usage_of_upstream=request.stream,
             continues=upstream.extended_sampling,
         )
-        sent_headers[b"content-type"] = b"application/json"
         return Call(
             path=translation.path,
             body=translation.body,

@@ -4,12 +4,13 @@
     x-api-key, api-key                  Anthropic's SDKs, Azure's manner, Continue
     x-goog-api-key                      Google's manner
 
-Forgiven: blanks and line ends around it, quotes, `Bearer` written twice. Several headers may carry it; when they
-differ, Authorization wins.
+Forgiven: blanks and line ends around it, quotes, signs that nobody sees, `Bearer` written twice or in any of the
+headers. Several may carry it; when they differ, Authorization wins.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from urllib.parse import unquote_to_bytes
 
@@ -19,7 +20,9 @@ from headrace.gateway.key_secrets import PREFIX
 from headrace.protocol import access_errors
 
 KEY_HEADERS = frozenset({b"x-api-key", b"api-key", b"x-goog-api-key"})
-_DIRT = b" \t\r\n\"'\xc2\xa0`"
+_DIRT = " \t\r\n\"'`<>\u00a0\u200b\ufeff".encode()
+_FILLERS = ("empty", "none", "null", "dummy", "not-needed", "undefined")
+_PLACEHOLDER = re.compile(r"[${}%\s]|your|x{4}", re.IGNORECASE)
 
 
 class SentKey(msgspec.Struct, frozen=True):
@@ -37,7 +40,7 @@ def sent_key(headers: Mapping[bytes, bytes], page: str | None) -> SentKey:
     found, problem = _bearer(authorization) if authorization else (b"", None)
     others: list[bytes] = []
     if not KEY_HEADERS.isdisjoint(headers):
-        others = [value for name in headers if name in KEY_HEADERS and (value := _clean(headers[name]))]
+        others = [value for name in headers if name in KEY_HEADERS and (value := _bare(headers[name]))]
     if not found and not others:
         raise access_errors.no_key(page) if problem is None else access_errors.malformed_key(problem, page)
     chosen = found or others[0]
@@ -57,12 +60,18 @@ def _bearer(authorization: bytes) -> tuple[bytes, str | None]:
         if rest:
             return b"", "its scheme is not `Bearer`."
         return b"", "it lacks the word `Bearer` before the key."
-    key = _clean(rest)
-    while key[:6].lower() == b"bearer" and key[6:7] == b" ":
-        key = _clean(key[7:])
+    key = _bare(rest)
     if not key or (len(key) == 6 and key.lower() == b"bearer"):
         return b"", "no key follows `Bearer`. Is the variable that should hold the key exported?"
     return key, None
+
+
+def _bare(value: bytes) -> bytes:
+    """Without any `Bearer` before it."""
+    key = _clean(value)
+    while key[:6].lower() == b"bearer" and key[6:7] == b" ":
+        key = _clean(key[7:])
+    return key
 
 
 def _clean(value: bytes) -> bytes:
@@ -74,7 +83,9 @@ def hint(value: str, known_prefix: str, known_chars: int) -> str:
     if "$" in value or "{" in value:
         return "What was sent is a placeholder whose variable was not filled in."
     if not value.startswith(known_prefix):
-        if value.lower() in ("empty", "none", "null", "dummy", "not-needed", "undefined"):
+        if _PLACEHOLDER.search(value):
+            return "What was sent is a placeholder; the key itself belongs in its place."
+        if value.lower() in _FILLERS:
             return "What was sent is a filler word; this gateway needs a real key."
         return f"This gateway's keys begin with {known_prefix}; what was sent looks like a key of another service."
     if len(value) != known_chars:

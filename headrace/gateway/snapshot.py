@@ -32,6 +32,8 @@ def _empty() -> Mapping[str, Any]:
 
 VERSIONED_PATH = re.compile(r"(/v\d[^/]*|/openai)$")
 """A base URL whose path ends like this is complete: paths are appended without another /v1."""
+UNVERSIONED = frozenset({"/tokenize", "/detokenize", "/pooling", "/classify"})
+"""Endpoints that vLLM and llama.cpp have beside /v1, not below it; Headrace has them at both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class Upstream:
         http://host:8000         + /chat/completions = http://host:8000/v1/chat/completions
         https://host/api         + /models           = https://host/api/v1/models
         https://host/v1beta/openai + /models         = https://host/v1beta/openai/models
+        http://host:8000/v1      + /tokenize         = http://host:8000/tokenize
         `path_prefix` replaces the base URL's own path; `chat_path` is the whole path of /chat/completions.
         """
         parts = urlsplit(self.base_urls[replica])
@@ -114,6 +117,8 @@ class Upstream:
         else:
             base = parts.path.rstrip("/")
             whole = base + path if VERSIONED_PATH.search(base) else base + "/v1" + path
+            if path in UNVERSIONED:
+                whole = base.removesuffix("/v1") + path
         return urlunsplit((parts.scheme, parts.netloc, whole, parts.query, ""))
 
     def root_url(self, path: str, replica: int = 0) -> str:

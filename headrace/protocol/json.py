@@ -125,7 +125,7 @@ def _malformed(body: bytes, problem: str) -> str:
         msgspec.json.encode(value)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20].replace("\n", " ")
-        return f"{error.msg} at line {error.lineno} column {error.colno} (near `{near}`)."
+        return f"{error.msg.removesuffix(' at')} at line {error.lineno} column {error.colno} (near `{near}`)."
     except UnicodeEncodeError:
         return "a string holds half of a surrogate pair (such as \\ud83d alone)."
     except _Constant as error:

@@ -139,6 +139,9 @@ def test_a_key_loses_the_blanks_and_the_bearer_that_were_copied_with_it(whole: S
         (Upstream(name="u", base_url="https://h/v1", chat_path="/go"), "/chat/completions", "https://h/go"),
         (Upstream(name="u", base_url="https://h/v1", chat_path="/go"), "/models", "https://h/v1/models"),
         (Upstream(name="u", base_url="https://h/anthropic"), "/messages", "https://h/anthropic/v1/messages"),
+        (Upstream(name="u", base_url="http://h:8000/v1"), "/tokenize", "http://h:8000/tokenize"),
+        (Upstream(name="u", base_url="http://h:8000/api"), "/pooling", "http://h:8000/api/pooling"),
+        (Upstream(name="u", base_url="http://h/x", path_prefix="/v1"), "/detokenize", "http://h/v1/detokenize"),
     ],
 )
 def test_paths_join_base_urls(upstream: Upstream, path: str, url: str) -> None:

@@ -90,6 +90,18 @@ def test_refusals_in_the_anthropic_form(gateway: ThreadedGateway, content: bytes
     assert answer.headers["request-id"] == answer.json()["request_id"] == answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "kind"),
+    [("/v1/models/none", 404, "not_found_error"), ("/v1/nothing", 404, "not_found_error")],
+)
+def test_who_sends_anthropics_version_gets_anthropics_errors(
+    gateway: ThreadedGateway, path: str, status: int, kind: str
+) -> None:
+    answer = gateway.client.get(path, headers={"anthropic-version": "2023-06-01"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
 def test_no_key_is_a_401_before_the_body_is_looked_at(gateway: ThreadedGateway) -> None:
     with gateway.client_with("") as client:
         client.headers.pop("authorization")

@@ -12,6 +12,7 @@ import anthropic
 import pytest
 from anthropic.types import ModelInfo
 
+import headrace
 from headrace.gateway.keys import KeyRequest
 from tests.gateway import replies
 from tests.gateway.fake_upstream import FakeUpstream
@@ -93,10 +94,20 @@ def test_only_listed_headers_cross_and_the_key_never_does(gateway: ThreadedGatew
     assert arrived["x-request-id"] == "my-request" == answer.headers["x-request-id"]
     assert arrived["traceparent"] == sent["traceparent"] and arrived["openai-beta"] == sent["openai-beta"]
     assert arrived["accept-encoding"] == "identity"
+    assert arrived["user-agent"] == f"headrace/{headrace.__version__}"
     assert not {"cookie", "api-key", "x-forwarded-for", "x-internal"} & arrived.keys()
     assert gateway.key.encode() not in upstream.last.raw_head + upstream.last.body
     assert answer.headers["openai-processing-ms"] == "12"
     assert not {"set-cookie", "x-powered-by"} & answer.headers.keys()
+
+
+@pytest.mark.parametrize(
+    "called", ["application/x-www-form-urlencoded", "text/plain", "application/json; charset=utf-8"]
+)
+def test_what_was_read_as_json_goes_on_as_json(gateway: ThreadedGateway, upstream: FakeUpstream, called: str) -> None:
+    content = json.dumps({"model": "fake", "messages": MESSAGES}).encode()
+    answer = gateway.client.post(CHAT, content=content, headers={"content-type": called})
+    assert (answer.status_code, upstream.last.headers["content-type"]) == (200, "application/json")
 
 
 def test_presets_fill_what_the_request_leaves_out(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:

@@ -284,6 +284,9 @@ def test_unknown_fields_go_to_who_may_know_them():
     request = sent("chat", "messages", {**extra, "frequency_penalty": 0, "logprobs": False, "seed": 1})
     assert request.body["top_k"] == 5
     assert request.dropped == ("repetition_penalty", "chat_template_kwargs", "min_p", "seed")
+    for upstream in ("chat", "messages"):  # no answer of theirs would be read for it
+        request = sent("responses", upstream, {"top_logprobs": 3})
+        assert request.dropped == ("top_logprobs",) and "top_logprobs" not in request.body
 
 
 def test_what_codex_sends_beside_the_conversation_stays_here():
@@ -403,6 +406,7 @@ def test_what_cannot_be_served_is_refused_by_name(client: Dialect, body: Json, f
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ("chat", {"temperature": "hot"}, "temperature"),
         ("chat", {"max_tokens": True}, "max_tokens"),
+        ("chat", {"n": 0}, "n"),
         ("chat", {"tools": [{"type": "function"}]}, "tools[0].function"),
         ("chat", {"tool_choice": "some"}, "tool_choice"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "film"}]}]}, "messages[0].content[0].type"),

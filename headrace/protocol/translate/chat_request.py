@@ -43,7 +43,10 @@ _READ = frozenset(
 def read(body: Json) -> Conversation:
     """Raises ApiError (400) naming the field that is malformed or that no other dialect can express."""
     report = Report()
-    if (wire.optional_int(body.get("n"), "n") or 1) > 1:
+    answers = wire.optional_int(body.get("n"), "n")
+    if answers is not None and answers < 1:
+        raise errors.out_of_range("n", answers, "1 or more")
+    if answers is not None and answers > 1:
         raise wire.impossible("n", "the upstream's dialect gives one answer a request; send the request several times.")
     if body.get("audio") or "audio" in (body.get("modalities") or ()):
         raise wire.impossible("modalities", "the upstream's dialect answers in text only.")

@@ -249,5 +249,5 @@ MESSAGES_ONLY = frozenset(
 RESPONSES_ONLY = frozenset(
     "input instructions max_output_tokens max_tool_calls include truncation text client_metadata context_management "
     "access_programs background background_options conversation previous_response_id prompt image moderation "
-    "reasoning".split()
+    "reasoning top_logprobs".split()
 )
