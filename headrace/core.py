@@ -1,9 +1,9 @@
 """The engine process: joins policy (engine) and device (runtime), one step after another.
 
-    python -m headrace.core PARENT_PID      address and settings on standard input, messages over ZeroMQ
+    python -m headrace.core PARENT_PID      standard input is a socket: first the settings, then messages both ways
 
 Each turn of the loop takes all messages that have arrived, runs one step, and sends one message with its
-outputs: the server's heartbeat. With nothing to do it sleeps until a message or the end of its standard input
+outputs: the server's heartbeat. With nothing to do it sleeps until a message or the end of the socket
 comes; the end means that the server is gone, and so the core goes too. `EngineCore` is the same in process.
 """
 
@@ -15,16 +15,15 @@ import ctypes
 import dataclasses
 import gc
 import logging
-import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from headrace.config.errors import ConfigError
 from headrace.config.model_files import open_model
@@ -33,7 +32,8 @@ from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Refusal, Scheduler, SchedulerSettings
 from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
-from headrace.runtime.core_process import die_with_parent, read_start
+from headrace.protocol.message_socket import MessageSocket, PeerGone
+from headrace.runtime.core_process import die_with_parent
 from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
@@ -295,72 +295,52 @@ def trace_line(plan: Plan, stats: ipc.StepStats) -> str:
     )
 
 
-class ServerGone(Exception):
-    """Nobody is left to work for."""
-
-
 class CoreLoop:
     """The core's side of the conversation with the server."""
 
-    STUCK_WAIT_MS = 100
+    STUCK_WAIT_S = 0.1
     """Between two looks at work that cannot be scheduled; it never should come to that."""
 
-    def __init__(self, socket: zmq.Socket[bytes], parent_pipe: int) -> None:
-        self._socket = socket
-        self._parent_pipe = parent_pipe
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(parent_pipe, zmq.POLLIN)
+    def __init__(self, server: MessageSocket) -> None:
+        self._server = server
+        self._poll = select.poll()
+        self._poll.register(server, select.POLLIN)
         self._profile = StepProfile()
 
     def send(self, message: ipc.FromCore) -> None:
-        """Waits while the server takes nothing. Raises ServerGone when it never will again."""
-        payload = ipc.encode(message)
-        while True:
-            try:
-                return self._socket.send(payload, zmq.NOBLOCK)
-            except zmq.Again:
-                self._check_server()
-                self._socket.poll(self.STUCK_WAIT_MS, zmq.POLLOUT)
-
-    def _check_server(self) -> None:
-        """Raises ServerGone at the end of the pipe. It takes two microseconds, and is done before every step."""
-        if select.select([self._parent_pipe], [], [], 0)[0] and not os.read(self._parent_pipe, 1024):
-            raise ServerGone
+        """Waits while the server takes nothing. Raises PeerGone when it never will again."""
+        if not self._server.send(ipc.encode(message)):
+            while not self._server.flush():
+                self._server.wait(None, to_send=True)
 
     def run(self, core: EngineCore) -> None:
         """Until Stop comes or the server is gone."""
         try:
             self._run(core)
-        except ServerGone:
+        except PeerGone:
             logger.warning("The server is gone; the engine ends.")
 
     def _run(self, core: EngineCore) -> None:
-        wait_ms: int | None = None
-        self._poller.register(core.gate.wake, zmq.POLLIN)
-        while self._receive(core, wait_ms):
+        wait_s: float | None = None
+        self._poll.register(core.gate.wake, select.POLLIN)
+        while self._receive(core, wait_s):
             output = core.step()
             for request_id, refusal in core.gate.take_refused():
                 self._send_refused(request_id, refusal)
-            wait_ms = 0 if core.has_work else None
+            wait_s = 0.0 if core.has_work else None
             if output is not None:
                 self.send(output)
                 if not core.has_work:
                     self._check(core)
             elif core.has_work:
                 logger.error("Requests wait and none can be scheduled: this is a fault of the scheduler.")
-                wait_ms = self.STUCK_WAIT_MS
+                wait_s = self.STUCK_WAIT_S
 
-    def _receive(self, core: EngineCore, wait_ms: int | None) -> bool:
-        """Act on all messages there are, after waiting for the first. False: leave the loop."""
-        if wait_ms != 0:
-            self._poller.poll(wait_ms)
-        self._check_server()
-        while True:
-            try:
-                payload = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
+    def _receive(self, core: EngineCore, wait_s: float | None) -> bool:
+        """Act on all messages there are, after waiting for the first. False: leave the loop. Raises PeerGone."""
+        if wait_s != 0:
+            self._poll.poll(None if wait_s is None else 1000 * wait_s)
+        while (payload := self._server.receive()) is not None:
             try:
                 message = ipc.to_core_decoder.decode(payload)
             except msgspec.MsgspecError:
@@ -369,6 +349,7 @@ class CoreLoop:
             if isinstance(message, ipc.Stop):
                 return False
             self._act(core, message)
+        return True
 
     def _act(self, core: EngineCore, message: ipc.AddRequest | ipc.AbortRequest | ipc.Control) -> None:
         match message:
@@ -451,30 +432,34 @@ def main(argv: list[str] | None = None) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(asctime)s [core] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )  # fmt: skip
-    pipe = sys.stdin.fileno()
-    start = read_start(pipe)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(start.address)
-    loop = CoreLoop(socket, pipe)
+    server = MessageSocket(socket.socket(fileno=sys.stdin.fileno()))
+    loop = CoreLoop(server)
     try:
+        settings = read_settings(server)
         try:
-            core = EngineCore(start.settings, ThrottledProgress(loop.send))
+            core = EngineCore(settings, ThrottledProgress(loop.send))
         except ConfigError as error:
             loop.send(ipc.Failed(message=str(error)))
             return 1
+        except PeerGone:
+            raise
         except Exception as error:
             logger.exception("The engine could not start.")
             loop.send(ipc.Failed(message=f"The engine could not start: {one_line(error)}"))
             return 1
         return_freed_memory()
         loop.send(ipc.Ready(info=core.info))
-        loop.run(core)
-        return 0
-    finally:
-        socket.close()
-        context.term()
+    except PeerGone:
+        return 1
+    loop.run(core)
+    return 0
+
+
+def read_settings(server: MessageSocket) -> EngineSettings:
+    """The first message, when it has come. Raises PeerGone."""
+    while (payload := server.receive()) is None:
+        server.wait(None)
+    return msgspec.msgpack.decode(payload, type=EngineSettings)
 
 
 if __name__ == "__main__":

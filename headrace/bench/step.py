@@ -11,9 +11,11 @@ other calls of the library are counted by themselves. A figure is the median of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
-import tempfile
+import select
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +25,6 @@ from statistics import median
 from typing import Any
 
 import msgspec
-import zmq
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +34,7 @@ from headrace.config.settings import EngineSettings
 from headrace.core import CoreLoop, EngineCore, return_freed_memory
 from headrace.kernels.native import library
 from headrace.protocol import ipc
+from headrace.protocol.message_socket import MessageSocket
 
 SAMPLING = {
     "greedy": ipc.SamplingParams(max_tokens=1, temperature=0.0),
@@ -99,7 +101,7 @@ class Clock:
 class _Core(EngineCore):
     """Notes when steps begin and end, and tells when it has nothing left to do."""
 
-    when_done: Callable[[], None]
+    when_done: Callable[[], object]
     ends: list[float]
     starts: list[float]
 
@@ -112,17 +114,20 @@ class _Core(EngineCore):
         return output
 
 
-def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int, directory: str) -> Figure:
+def _read_on(sock: socket.socket) -> None:
+    """As a server does: what nobody reads would hold up the loop in the end."""
+    while select.select([sock], [], [])[0]:
+        with contextlib.suppress(BlockingIOError):
+            if not sock.recv(1 << 16):
+                return
+
+
+def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int) -> Figure:
     """Of `rows` requests that decode together for so many steps."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    pipe, end = os.pipe()
+    ours, theirs = socket.socketpair()
+    server, client = MessageSocket(ours), MessageSocket(theirs)
+    reader = threading.Thread(target=_read_on, args=(ours,))
     try:
-        address = f"ipc://{directory}/{sampling}-{rows}"
-        for socket in (server, client):
-            socket.setsockopt(zmq.LINGER, 0)
-        server.bind(address)
-        client.connect(address)
         for index in range(rows):
             params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=steps + UNSTEADY_STEPS + 1, seed=index)
             token_ids = [1 + index, *range(2, PROMPT_TOKENS + 1)]
@@ -132,16 +137,15 @@ def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int, dir
                 )
             )
         core.when_done = lambda: server.send(ipc.encode(ipc.Stop()))
-        client.poll()
+        reader.start()
         clock.clear()
         core.starts, core.ends = [], []
-        CoreLoop(client, pipe).run(core)
+        CoreLoop(client).run(core)
     finally:
-        for socket in (server, client):
-            socket.close()
-        context.term()
-        os.close(pipe)
-        os.close(end)
+        client.close()
+        if reader.is_alive():
+            reader.join()
+        server.close()
     steady = range(len(clock.forwards) - steps, len(clock.forwards) - 1)
     between = [clock.forwards[i + 1][0] - clock.forwards[i][1] for i in steady]
     loop = [core.starts[i + 1] - core.ends[i] for i in steady]
@@ -199,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     core = _Core(settings)
     return_freed_memory()
-    with tempfile.TemporaryDirectory() as directory:
-        figures = [measure(core, clock, kind, count, args.steps, directory) for kind in kinds for count in rows]
+    figures = [measure(core, clock, kind, count, args.steps) for kind in kinds for count in rows]
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)

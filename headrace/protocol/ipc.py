@@ -10,8 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config.settings import EngineSettings
-
 BACKGROUND_PRIORITY = 1 << 32
 """Added to the priority of work that nobody waits for: behind any that a request can name (31 bits and a sign)."""
 
@@ -165,13 +163,6 @@ class Control(msgspec.Struct, frozen=True, tag="control", omit_defaults=True, kw
     number: int
     action: ControlAction
     path: str | None = None
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core reads first, from its standard input: where the server listens, and what to serve."""
-
-    address: str
-    settings: EngineSettings
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):

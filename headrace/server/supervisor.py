@@ -1,9 +1,8 @@
 """One life of the core process as the server sees it, and the rules for judging and restarting it.
 
-`CoreProcess` takes a `python -m headrace.core` (never a fork: threads and torch do not survive that), gives it the
-settings on its standard input, and exchanges messages over a ZeroMQ socket in a private directory. The pipe to its
-standard input stays open for as long as the server lives, so its end tells the core that it is alone. Every life
-has its own socket, so nothing of a dead core can reach the next one.
+`CoreProcess` takes a `python -m headrace.core` (never a fork: threads and torch do not survive that) and the socket
+that is its standard input: first it sends the settings, then both exchange messages. The end of the socket tells the
+core that it is alone. Every life has its own, so nothing of a dead core can reach the next one.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
-import struct
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import cast
 
 import msgspec
-import zmq
 
 from headrace.config.settings import EngineSettings
 from headrace.protocol import ipc
+from headrace.protocol.message_socket import MessageSocket, PeerGone
+from headrace.server.core_start import StartedCore
 
 logger = logging.getLogger("headrace.server")
 
@@ -34,38 +28,17 @@ class CoreProcess:
     """A running core. `on_message` is called in the event loop for every message, in order."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], settings: EngineSettings, on_message: Callable[[ipc.FromCore], None]
+        self, started: StartedCore, settings: EngineSettings, on_message: Callable[[ipc.FromCore], None]
     ) -> None:
-        """`process` waits for its settings (`start_core`) and belongs to this object, whatever happens here."""
-        self._process = process
-        self._directory: Path | None = None
+        self._process = started.process
+        self._socket = MessageSocket(started.socket)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._closed = False
         self._ended = asyncio.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        try:
-            self._directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.SNDHWM, 0)
-            address = f"ipc://{self._directory}/core.sock"
-            self._socket.bind(address)
-            payload = msgspec.msgpack.encode(ipc.Start(address=address, settings=settings))
-            assert process.stdin is not None
-            # A core that died before reading is reported by its exit, not here.
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(struct.pack("<I", len(payload)) + payload)
-                process.stdin.flush()
-        except BaseException:
-            process.kill()
-            process.wait()
-            self._close_socket()
-            raise
-        self._descriptor = cast(int, self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._receive)
-        self._loop.call_soon(self._receive)
+        self._closed = False
+        self._loop.add_reader(self._socket, self._receive)
         threading.Thread(target=self._reap, name="core-exit", daemon=True).start()
+        self._send(msgspec.msgpack.encode(settings))
 
     @property
     def pid(self) -> int:
@@ -76,14 +49,9 @@ class CoreProcess:
         return self._process.returncode is None
 
     def send(self, message: ipc.ToCore) -> None:
-        """Never blocks; what is sent to a dead core is lost."""
-        if self._closed:
-            return
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(ipc.encode(message), zmq.NOBLOCK)
-        # Sending may swallow the socket's edge-triggered "readable" event.
-        if self._readable:
-            self._loop.call_soon(self._receive)
+        """Never blocks; what is sent to a dead core is lost, and its exit says so."""
+        if not self._closed:
+            self._send(ipc.encode(message))
 
     def receive_pending(self) -> None:
         """Deliver what has arrived already, without waiting for the event loop's next turn."""
@@ -114,37 +82,36 @@ class CoreProcess:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._descriptor)
-        self._close_socket()
-
-    def _close_socket(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
         self._socket.close()
-        self._context.term()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _reap(self) -> None:
         self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everyone who waits
             self._loop.call_soon_threadsafe(self._ended.set)
 
-    @property
-    def _readable(self) -> bool:
-        return bool(cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    def _send(self, payload: bytes) -> None:
+        with contextlib.suppress(PeerGone):
+            if not self._socket.send(payload):
+                self._loop.add_writer(self._socket, self._flush)
+
+    def _flush(self) -> None:
+        is_done = True
+        with contextlib.suppress(PeerGone):
+            is_done = self._socket.flush()
+        if is_done:
+            self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
-        while not self._closed and self._readable:
+        while not self._closed:
             try:
-                payload = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+                payload = self._socket.receive()
+            except PeerGone:
+                self._loop.remove_reader(self._socket)
                 return
-            if self._directory is not None:
-                # Both ends are connected: nothing needs the address any more, whatever becomes of this process.
-                shutil.rmtree(self._directory, ignore_errors=True)
-                self._directory = None
+            if payload is None:
+                return
             try:
                 self._on_message(ipc.from_core_decoder.decode(payload))
             except Exception:

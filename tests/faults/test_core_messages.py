@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from headrace import core as core_module
 from headrace.config.settings import EngineSettings
 from headrace.core import CoreLoop, EngineCore
 from headrace.protocol import ipc
+from headrace.protocol.message_socket import MessageSocket
 from tests.dying_core import KERNELS, ScriptedRunner
 from tests.tiny_models import tiny_llama
 
@@ -24,19 +24,14 @@ class Loop:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.PAIR)
-        self._inner = self._context.socket(zmq.PAIR)
-        for socket in (self.socket, self._inner):
-            socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind("inproc://core")
-        self._inner.connect("inproc://core")
-        self._read, self.parent = os.pipe()
-        self.thread = threading.Thread(target=CoreLoop(self._inner, self._read).run, args=(core,), daemon=True)
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that it is full at once
+        self.socket, self._inner = MessageSocket(ours), MessageSocket(theirs)
+        self.thread = threading.Thread(target=CoreLoop(self._inner).run, args=(core,), daemon=True)
         self.thread.start()
 
     def send(self, message: ipc.ToCore) -> None:
-        self.socket.send(ipc.encode(message))
+        assert self.socket.send(ipc.encode(message))
 
     def add(self, name: str, token_ids: list[int], max_tokens: int = 4) -> None:
         params = ipc.SamplingParams(max_tokens=max_tokens)
@@ -44,23 +39,23 @@ class Loop:
 
     def until_end_of(self, name: str) -> list[ipc.FromCore]:
         messages = []
-        while self.socket.poll(5000):
-            message = ipc.from_core_decoder.decode(self.socket.recv())
+        while (payload := self.next()) is not None:
+            message = ipc.from_core_decoder.decode(payload)
             messages.append(message)
             outputs = message.outputs if isinstance(message, ipc.StepOutput) else ()
             if any(output.request_id == name and output.finish_reason is not None for output in outputs):
                 return messages
         raise AssertionError(f"{name} did not end; the loop is {'alive' if self.thread.is_alive() else 'dead'}")
 
+    def next(self) -> bytes | None:
+        if (payload := self.socket.receive()) is None:
+            self.socket.wait(5)
+            payload = self.socket.receive()
+        return payload
+
     def close(self) -> None:
-        for descriptor in (self.parent, self._read):
-            try:
-                os.close(descriptor)
-            except OSError:
-                continue
-        for socket in (self.socket, self._inner):
-            socket.close()
-        self._context.term()
+        self.socket.close()
+        self._inner.close()
 
 
 @pytest.fixture
@@ -120,16 +115,12 @@ def test_a_control_that_fails_is_answered_and_the_work_goes_on(loop: Loop) -> No
 
 def test_a_message_is_taken_before_the_next_step_whenever_it_comes(loop: Loop) -> None:
     loop.add("long", [1, 2, 3], max_tokens=400)
-    assert loop.socket.poll(5000)
+    assert loop.next() is not None
     for number in range(150):
         time.sleep(0.0004 * (number % 17))  # at every moment of a step and between two
         loop.send(ipc.Control(number=number, action="reset_prefix_cache"))
         num_sent = 0
-        while True:
-            assert loop.socket.poll(5000)
-            message = ipc.from_core_decoder.decode(loop.socket.recv())
-            if isinstance(message, ipc.Controlled):
-                break
+        while not isinstance(message := ipc.from_core_decoder.decode(loop.next()), ipc.Controlled):
             num_sent += 1
         assert message.number == number
         assert num_sent <= 4, "those of the steps before, and of the one it came in"
@@ -137,8 +128,28 @@ def test_a_message_is_taken_before_the_next_step_whenever_it_comes(loop: Loop) -
 
 def test_a_core_whose_server_is_gone_ends_in_the_middle_of_its_work(loop: Loop) -> None:
     loop.add("endless", [1, 2, 3], max_tokens=400)
-    assert loop.socket.poll(5000)
+    assert loop.next() is not None
     loop.socket.close()
-    os.close(loop.parent)
+    loop.thread.join(10)
+    assert not loop.thread.is_alive()
+
+
+def test_a_server_that_reads_late_gets_everything(loop: Loop) -> None:
+    for i in range(40):
+        loop.add(f"request-{i}", [1, 2, i], max_tokens=100)
+    time.sleep(1.0)
+    counts: dict[str, int] = {}
+    while sum(counts.values()) < 40 * 100:
+        message = ipc.from_core_decoder.decode(loop.next())
+        for output in message.outputs:
+            counts[output.request_id] = counts.get(output.request_id, 0) + len(output.token_ids)
+    assert counts == {f"request-{i}": 100 for i in range(40)}
+
+
+def test_a_core_that_waits_for_its_server_to_read_notices_that_it_is_gone(loop: Loop) -> None:
+    for i in range(40):
+        loop.add(f"request-{i}", [1, 2, i], max_tokens=400)
+    time.sleep(1.0)
+    loop.socket.close()
     loop.thread.join(10)
     assert not loop.thread.is_alive()

@@ -22,13 +22,13 @@ def test_the_first_core_asked_for_is_the_one_that_waits_and_the_next_is_another(
     with EarlyCore() as early:
         (waiting,) = descendants_named_core()
         first, second = early.start(), early.start()
-        assert first.pid == waiting.pid
-        assert second.pid != first.pid
+        assert first.process.pid == waiting.pid
+        assert second.process.pid != waiting.pid
         assert len(descendants_named_core()) == 2
-    assert first.poll() is None  # it belongs to who took it
-    for process in (first, second):
-        process.kill()
-        process.communicate()
+    assert first.process.poll() is None  # it belongs to who took it
+    first.end()
+    second.end()
+    assert descendants_named_core() == []
 
 
 def test_a_core_that_nobody_wanted_is_gone_at_the_end() -> None:
@@ -40,10 +40,9 @@ def test_a_core_that_nobody_wanted_is_gone_at_the_end() -> None:
 
 def test_a_core_whose_server_went_without_a_word_ends_by_itself() -> None:
     with EarlyCore() as early:
-        process = early.start()
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(20) == 1
+        started = early.start()
+        started.socket.close()
+        assert started.process.wait(20) == 1
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])

@@ -433,7 +433,7 @@ def test_guide_commands_of_eight_cards(name: str, tmp_path: Path) -> None:
 def test_help_needs_neither_arrays_nor_the_engine() -> None:
     code = (
         "import sys; from headrace.cli.main import main; main(['serve', '--help']); "
-        "heavy = {'numpy', 'torch', 'msgspec', 'rich', 'yaml', 'uvicorn', 'zmq', 'tokenizers'} & set(sys.modules); "
+        "heavy = {'numpy', 'torch', 'msgspec', 'rich', 'yaml', 'uvicorn', 'tokenizers'} & set(sys.modules); "
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
