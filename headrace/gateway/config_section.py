@@ -112,6 +112,8 @@ class Section:
         except ValueError as error:
             self.complain(name, f"{error}.")
             return None
+        if not filled and secret and value.strip().endswith(":-}"):
+            return None  # `${KEY:-}`: a key, or none
         if not filled:
             self.complain(name, "is empty; give it a value or leave the line out.")
             return None
@@ -193,8 +195,10 @@ class Section:
         if value is None:
             return None
         items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str) and item.strip() for item in items):
-            self.complain(name, f"must be a list of names, but it is {shown(value)}.")
+        wrong = [item for item in items if not (isinstance(item, str) and item.strip())]
+        if wrong:
+            found = f"holds {shown(wrong[0])}" if isinstance(value, list) else f"is {shown(value)}"
+            self.complain(name, f"must be a list of names, but it {found}.")
             return None
         texts = [self._text(name, item) for item in items]
         return tuple(dict.fromkeys(text for text in texts if text is not None))
@@ -213,6 +217,8 @@ class Section:
         """(name, table) of each entry of a table of tables."""
         outer = self.section(name)
         for inner in outer.table if outer else ():
+            if outer and not inner.strip():
+                outer.complain(inner, "has no name; give it one.")
             below = outer.section(inner) if outer else None
             if below is not None:
                 yield inner, below

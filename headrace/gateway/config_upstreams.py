@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
@@ -13,9 +14,23 @@ MANAGED_WORDS = ("managed", "taotoken-managed")
 MANAGED = "managed"
 """The name of the upstream that the `[headrace]` section describes."""
 
-ENDPOINTS = ("/chat/completions", "/completions", "/messages", "/responses", "/embeddings", "/models")
+ENDPOINTS = (
+    "/chat/completions",
+    "/completions",
+    "/messages",
+    "/responses",
+    "/embeddings",
+    "/rerank",
+    "/tokenize",
+    "/files",
+    "/batches",
+    "/models",
+)
 OPENAI_ONLY_HOSTS = ("api.openai.com", ".openai.azure.com", "api.anthropic.com")
 """Hosts that refuse a sampling field they do not know."""
+
+_PLACEHOLDER = re.compile(r"\s|^\$\w+$|^%\w+%$|[{}<>]|\byour[-_ ]", re.IGNORECASE)
+"""What stands where a key belongs, and is none: $KEY, %KEY%, {{key}}, <key>, your-key."""
 
 UPSTREAM_KEYS = (
     "base_url",
@@ -79,7 +94,7 @@ def read_secret(section: Section, name: str) -> str | None:
     if not value.isprintable():
         section.complain(name, "holds a line break or another character that no header can carry.")
         return None
-    if not value.isascii() or " " in value:
+    if not value.isascii() or _PLACEHOLDER.search(value):
         section.warn(name, "holds characters that no key has; is it a placeholder still?")
     return value or None
 
@@ -89,9 +104,14 @@ def check_address(text: str) -> tuple[str, str | None]:
 
     http://host:8000/v1/chat/completions is the address of an endpoint: the endpoint is cut off.
     """
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ValueError("is not a URL such as http://127.0.0.1:8000/v1") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("is not a URL such as http://127.0.0.1:8000/v1")
+    if any(letter.isspace() or not letter.isprintable() for letter in text):
+        raise ValueError("holds a blank or a sign that nobody sees")
     try:
         _ = parts.port
     except ValueError:
@@ -149,6 +169,8 @@ def _addresses(section: Section, default_url: str | None) -> list[str]:
         elif default_url is None and "base_url" not in section and "urls" not in section:
             section.complain(None, 'has no base_url; give it an address such as base_url = "http://127.0.0.1:8000/v1".')
         return []
+    if many == ():
+        section.complain("urls", "is empty; list the addresses of the replicas, or write base_url.")
     if one is not None:
         found = [read_address(section, "base_url", one)]
     else:

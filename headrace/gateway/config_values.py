@@ -25,6 +25,7 @@ BUILT_IN_PLANS: Mapping[str, Plan] = {
     ),
 }
 PERIODS = ("day", "week", "month", "total")
+DATABASES = ("sqlite", "postgresql", "postgres")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -192,6 +193,9 @@ def read_listen(section: Section | None) -> Listen:
     if admin is not None:
         admin.finish()
     traces = _read_tracing(section.section("traces"))
+    database = section.text("database", secret=True)
+    if database is not None and database.partition(":")[0].partition("+")[0] not in DATABASES:
+        section.complain("database", "must begin with sqlite:/// or postgresql://; other databases are not supported.")
     hold_back = section.seconds("hold_back_s", 0)
     drain = section.seconds("drain_s", 0)
     listen = Listen(
@@ -199,7 +203,7 @@ def read_listen(section: Section | None) -> Listen:
         port=base.port if port is None else port,
         max_body_bytes=section.integer("max_body_bytes", 1024, 2**40) or base.max_body_bytes,
         hold_back_s=base.hold_back_s if hold_back is None else hold_back,
-        database_url=section.text("database", secret=True),
+        database_url=database,
         data_dir=section.text("data_dir"),
         log_level=section.choice("log_level", LOG_LEVELS) or base.log_level,
         page_url=section.text("page_url"),

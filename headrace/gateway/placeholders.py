@@ -36,7 +36,9 @@ class Placeholders:
             return "${"
         body = match["body"]
         if body is None:
-            raise ValueError("has `${` without `}`; write $${ for the characters themselves")
+            raise ValueError(
+                "has `${` without `}`, or one placeholder inside another; write $${ for the characters themselves"
+            )
         if body.startswith("file:"):
             return self._file(body.removeprefix("file:"))
         name, separator, default = body.partition(":-")

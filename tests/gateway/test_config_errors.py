@@ -32,6 +32,19 @@ BAD_TOML = [
     ('[upstreams.b]\nbase_url = "http://h?x=1"\n', "headrace.toml:5: upstreams.b.base_url", "query"),
     ('[upstreams.b]\nbase_url = "http://u:p@h"\n', "headrace.toml:5: upstreams.b.base_url", "api_key"),
     ('[upstreams.b]\nbase_url = "http://h:99999"\n', "headrace.toml:5: upstreams.b.base_url", "port"),
+    ('[upstreams.b]\nbase_url = "http://[::1/v1"\n', "headrace.toml:5: upstreams.b.base_url", "not a URL such as"),
+    ('[upstreams.b]\nbase_url = "http://a b/v1"\n', "headrace.toml:5: upstreams.b.base_url", "holds a blank"),
+    ("[upstreams.b]\nurls = []\n", "headrace.toml:5: upstreams.b.urls", "is empty"),
+    (
+        '[upstreams.b]\nbase_url = "http://h"\nmodels = ["m", ""]\n',
+        "headrace.toml:6: upstreams.b.models",
+        'a list of names, but it holds ""',
+    ),
+    ('[upstreams.""]\nbase_url = "http://h"\n', "headrace.toml:4: upstreams. has no name", "give it one"),
+    ('[models.""]\nupstream = "local"\n', "headrace.toml:4: models. has no name", "give it one"),
+    ('[server]\ndatabase = "mysql://u:p@h/d"\n', "headrace.toml:5: server.database", "postgresql://"),
+    ('[upstreams.b]\nbase_url = "${A:-${B}}"\n', "headrace.toml:5: upstreams.b.base_url", "inside another"),
+    ('[upstreams.b]\nbase_url = "${NOWHERE:-}"\n', "headrace.toml:5: upstreams.b.base_url", "is empty"),
     ('[upstreams.b]\nmodels = ["x"]\n', "headrace.toml:4: upstreams.b has no base_url", "http://127.0.0.1:8000/v1"),
     ('[upstreams.b]\nbase_url = "http://h"\nurls = ["http://i"]\n', "headrace.toml:6: upstreams.b.urls", "both"),
     (
@@ -140,6 +153,22 @@ def test_a_mistake_is_told_with_its_line_and_the_way_out(tmp_path: Path, more: s
     first = next((line for line in found if line.startswith(start)), None)
     assert first is not None, found
     assert says in first
+
+
+def test_a_key_may_be_a_variable_that_is_not_set_where_the_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text(UPSTREAM + 'api_key = "${LOCAL_KEY:-}"\nheaders = { x-team = "${TEAM:-}" }\n')
+    upstream = load_config(path, {}).upstreams["local"]
+    assert (upstream.api_key, upstream.headers) == (None, ())
+    assert load_config(path, {"LOCAL_KEY": "sk-1"}).upstreams["local"].api_key == "sk-1"
+
+
+@pytest.mark.parametrize("key", ["$LOCAL_KEY", "%LOCAL_KEY%", "{{ key }}", "<your key>", "your-api-key", "密钥"])
+def test_a_key_that_is_a_placeholder_still_is_a_warning(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text(UPSTREAM + f'api_key = "{key}"\n')
+    (warning,) = load_config(path, {}).warnings
+    assert warning.startswith(f"{path}:4: upstreams.local.api_key") and "placeholder" in warning
 
 
 def json_config(**more: object) -> str:
