@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-compare bench-gateway bench-kernels bench-step
+.PHONY: help setup native run test test-native-sanitized test-services test-long test-gpu lint format bench bench-compare bench-gateway bench-kernels bench-step bench-plots
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make bench-gateway  what the gateway adds to a request'
 	@echo 'make bench-kernels  products with weights beside what the CPU can do'
 	@echo 'make bench-step     what a decode step costs besides the forward'
+	@echo 'make bench-plots    pictures of benchmarks in docs/images; JSON="file file" names what their --json gave'
 
 # What serving needs.
 $(VENV)/.setup-stamp: pyproject.toml setup.py constraints.txt
@@ -105,3 +106,6 @@ bench-kernels: $(VENV)/.setup-stamp $(KERNELS)
 
 bench-step: $(VENV)/.setup-stamp $(KERNELS)
 	@exec $(BIN)/python -m headrace.bench.step $(ARGS)
+
+bench-plots: $(VENV)/.setup-stamp
+	@exec $(BIN)/python -m headrace.bench.plots $(JSON) --out docs/images

@@ -11,6 +11,8 @@ import json
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from headrace.bench.workloads import REQUESTS
 from headrace.runtime.devices import cpu_flags
 
@@ -48,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for first in range(0, len(requests), streams):
         part = requests[first : first + streams]
         tokens += batch([request.prompt for request in part], part[0].max_tokens)
-    print(json.dumps({"output tok/s": tokens / (time.perf_counter() - started_s), "errors": 0}))
+    rate = tokens / (time.perf_counter() - started_s)
+    print(
+        json.dumps({"output tok/s": rate, "errors": 0, "PSS MiB": psutil.Process().memory_full_info().pss / (1 << 20)})
+    )
     return 0
 
 
