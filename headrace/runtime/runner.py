@@ -1,13 +1,14 @@
 """Executes plans on one device: keeps the table of sequences, builds the batch, runs the model, samples.
 
 A step that raises leaves the table as it was before it (the plan's dropped sequences stay dropped, and its saves are
-done), so the same work can be planned again, in smaller parts or without the guilty sequence.
+done) and no memory taken, so the same work can be planned again, in smaller parts or without the guilty sequence.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -134,7 +135,9 @@ class Runner:
                     grown.append((row, table.num_blocks[:, row].copy()))
                     table.append_blocks(row, step.new_block_ids)
             sampled, scored = self._compute(steps, decodes) if steps else ((), ())
-        except BaseException:
+        except BaseException as error:
+            # The buffers of what failed hang on its frames, and whoever does the work again needs their memory.
+            traceback.clear_frames(error.__traceback__)
             for row, num_blocks in grown:
                 table.num_blocks[:, row] = num_blocks
             for sequence in plan.new:
