@@ -21,8 +21,8 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from headrace.gateway import headers, upstream_errors
-from headrace.gateway.body import Fields, form_field
+from headrace.gateway import batch_file, headers, upstream_errors
+from headrace.gateway.body import Fields
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.forward import check_model, plan_of
 from headrace.gateway.keys import KeyRecord
@@ -42,10 +42,6 @@ _MADE_FIELDS = ("id", "output_file_id", "error_file_id")
 """What an answer about one object of a key's names besides what it was given."""
 MAX_PAGES = 50
 """Of an upstream's list, looked through for something of a key's."""
-MAX_LINE_BYTES = 16 << 20
-"""Of a batch file's first line, which is looked into for its model."""
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NOT_BLANK = re.compile(rb"\S")
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:=@+-]{1,200}")
 _JSON = "application/json"
 
@@ -74,9 +70,10 @@ async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, pla
     model = _query(exchange).get("model")
     content_type = exchange.headers.get(b"content-type", b"")
     first_line: str | None = None
+    is_batch = body is not None and batch_file.is_batch(body, content_type)
     if body is not None:
-        model = _form_text(body, content_type, "model") or model
-        first_line = _first_model(body, content_type) if model is None else None
+        model = batch_file.form_text(body, content_type, "model") or model
+        first_line = batch_file.first_model(body, content_type) if is_batch and model is None else None
     try:
         upstream = _upstream(state, snapshot, record, owner, model or first_line)
     except ApiError as error:
@@ -84,6 +81,11 @@ async def files(state: GatewayState, snapshot: Snapshot, exchange: Exchange, pla
             raise
         message = f"{error.message} The first line of the file asks for it."
         raise ApiError(error.status, message, type=error.type, code=error.code, param="file") from None
+    if body is not None and is_batch:
+        _check_has_batches(upstream)
+        names = batch_file.names_at(snapshot, upstream.name)
+        if names:
+            body = await asyncio.to_thread(batch_file.renamed, body, content_type, names)
     await _pass_owned(state, exchange, record, place, upstream, path, body, content_type or None)
 
 
@@ -100,42 +102,16 @@ async def batches(state: GatewayState, snapshot: Snapshot, exchange: Exchange, p
             plain, owner = split_id(file_id)
             body = fields.changed({"input_file_id": plain})
     upstream = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
+    _check_has_batches(upstream)
     if plain is not None:
         await _owner(state, record, upstream).check(plain)
     await _pass_owned(state, exchange, record, place, upstream, path, body, _JSON.encode() if body else None)
 
 
-def _form_text(body: bytes, content_type: bytes, name: str) -> str | None:
-    span = form_field(body, content_type, name)
-    return None if span is None else body[span[0] : span[1]].decode("utf-8", "replace")
-
-
-class _Asked(msgspec.Struct):
-    model: str | None = None
-
-
-class _Line(msgspec.Struct):
-    body: _Asked
-
-
-def _first_model(form: bytes, content_type: bytes) -> str | None:
-    """The model that the first line of an uploaded batch file asks for. None where it names none, is too long, or is
-    no request: the upstream says what is wrong with it."""
-    if _form_text(form, content_type, "purpose") != "batch":
-        return None
-    span = form_field(form, content_type, "file")
-    if span is None:
-        return None
-    start = span[0] + 3 * form.startswith(_BYTE_ORDER_MARK, span[0])
-    first = _NOT_BLANK.search(form, start, span[1])
-    if first is None:
-        return None
-    end = form.find(b"\n", first.start(), min(span[1], first.start() + MAX_LINE_BYTES))
-    line = form[first.start() : end if end >= 0 else min(span[1], first.start() + MAX_LINE_BYTES)]
-    try:
-        return msgspec.json.decode(line, type=_Line).body.model
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def _check_has_batches(upstream: Upstream) -> None:
+    if upstream.dialect == "anthropic":
+        message = f"The upstream {upstream.name} speaks Anthropic's Messages API, which has no batches of this form."
+        raise ApiError(400, message, code="unsupported_endpoint")
 
 
 def _check_batch_allowed(record: KeyRecord, plan: Plan | None) -> None:

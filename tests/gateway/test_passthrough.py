@@ -129,6 +129,46 @@ def test_a_file_that_names_no_model_first_or_is_sent_for_one_goes_elsewhere(
     assert second.requests == []
 
 
+NAMES = """
+[upstreams.main]
+base_url = "{main}/v1"
+models = ["org/real-7b", "same"]
+[upstreams.claude]
+base_url = "{main}"
+dialect = "anthropic"
+models = ["opus"]
+[models.small]
+upstream = "main"
+upstream_model = "org/real-7b"
+aliases = ["tiny"]
+"""
+
+
+def test_the_lines_of_a_batch_get_the_names_that_their_upstream_knows(tmp_path, first: FakeUpstream) -> None:
+    first.answer = replies.json_reply({"id": "file-1", "object": "file"})
+    asks = '{ "custom_id": "%s", "n": 1.50, "body": {"messages": "\\u00fc \\"model\\":", "model" : "%s"} }'
+    lines = [asks % ("1", "small"), asks % ("2", "tiny"), asks % ("3", "same"), "", "not JSON: small", '{"body": 5}']
+    sent = "\r\n".join(lines).encode()
+    wanted = sent.replace(b'"small"', b'"org/real-7b"').replace(b'"tiny"', b'"org/real-7b"')
+    with threaded_gateway(tmp_path, NAMES.format(main=first.url), suffix=".toml") as own:
+        form = {"purpose": (None, "batch"), "file": ("a.jsonl", sent)}
+        made = own.client.post("/v1/files", files=form)
+        assert made.status_code == 200, made.text
+        assert wanted in first.last.body and first.last.headers["content-length"] == str(len(first.last.body))
+        own.client.post("/v1/files", files=form | {"purpose": (None, "user_data")})
+        assert sent in first.last.body, "only the lines of batches are looked into"
+
+
+def test_an_upstream_that_has_no_such_batches_is_sent_none(tmp_path, first: FakeUpstream) -> None:
+    with threaded_gateway(tmp_path, NAMES.format(main=first.url), suffix=".toml") as own:
+        content = LINES.replace("only-second", "opus").encode()
+        made = own.client.post("/v1/files", files={"purpose": (None, "batch"), "file": ("a.jsonl", content)})
+        listed = own.client.get("/v1/batches?model=opus")
+        for answer in (made, listed):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_endpoint")
+    assert first.requests == []
+
+
 def test_a_batch_file_for_a_model_that_is_not_there_is_refused(gateway: ThreadedGateway, first: FakeUpstream) -> None:
     content = LINES.replace("only-second", "only-secnd").encode()
     made = gateway.client.post("/v1/files", files={"purpose": (None, "batch"), "file": ("a.jsonl", content)})
