@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headrace.bench.servers import Server, free_port, started
 from headrace.config.resolve import resolve_model
+from headrace.runtime.devices import instruction_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,10 @@ def contestants(
     if program is None:
         missing.append(f"vLLM: {f'there is no program {vllm}' if vllm else 'vllm is not on PATH'}")
     else:
+        # Without AVX-512 its products know no bfloat16, and it would end while it starts.
+        dtype = "bfloat16" if "AVX-512" in instruction_set("cpu") else "float32"
         serving = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
-                   "--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
+                   "--dtype", dtype, "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -112,7 +115,7 @@ def contestants(
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
         }
-        add(Contestant("vLLM bf16", "bf16", serving, "m", environment), hf)
+        add(Contestant(f"vLLM {'bf16' if dtype == 'bfloat16' else dtype}", "bf16", serving, "m", environment), hf)
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         missing.append("transformers: it and torch are not installed beside Headrace")
     else:
