@@ -37,7 +37,7 @@ from headrace.runtime.core_process import die_with_parent
 from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
-from headrace.runtime.memory import device_memory_bytes
+from headrace.runtime.memory import device_memory_bytes, measure
 from headrace.runtime.pooling import Pooling
 from headrace.runtime.profile import StepProfile
 from headrace.runtime.runner import BrokenSequences, Runner
@@ -79,8 +79,12 @@ class EngineCore:
             self._runner.load(
                 lambda done, total: progress("Loading model weights", done, total), settings.max_model_len
             )
+        step_bytes = None
+        if kernels.device == "cuda":
+            with phases.measure("trial step"):
+                taken_bytes, step_bytes = measure(self._runner, settings)
         with phases.measure("KV cache"):
-            plan = self._allocate(memory_bytes, taken_bytes)
+            plan = self._allocate(memory_bytes, taken_bytes, step_bytes)
         step_time_target_s = settings.step_time_target_s or STEP_TIME_TARGET_S.get(
             kernels.name, DEFAULT_STEP_TIME_TARGET_S
         )
@@ -201,7 +205,7 @@ class EngineCore:
             return self._scheduler.fail(plan, told(error))
         return self._scheduler.update(plan, result)
 
-    def _allocate(self, memory_bytes: int, taken_bytes: int) -> MemoryPlan:
+    def _allocate(self, memory_bytes: int, taken_bytes: int, step_bytes: int | None) -> MemoryPlan:
         """Plan the KV cache and allocate it; an allocation that fails is tried again smaller, and told."""
         settings, kernels = self.settings, self._runner.kernels
         notes: list[str] = []
@@ -213,6 +217,7 @@ class EngineCore:
                 available_bytes=memory_bytes,
                 kv_cache_dtype=kernels.kv_cache_dtype,
                 overhead_bytes=taken_bytes,
+                step_bytes=step_bytes,
                 device="cuda" if kernels.device == "cuda" else "cpu",
                 host_bytes=device_memory_bytes("cpu")[0],
             )

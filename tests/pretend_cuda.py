@@ -24,11 +24,12 @@ CUDA = torch.device("cuda", 0)
 
 @dataclass
 class Memory:
-    """`limit` bytes, of which others hold `taken`; `held` counts the storages that have a tensor."""
+    """`limit` bytes, of which others hold `taken`; `held` counts the storages that have a tensor. What torch had once
+    it keeps, `reserved`, until its cache is emptied."""
 
     limit: int = 8 << 30
     taken: int = 0
-    most_held: int = 0
+    reserved: int = 0
     _tensors: dict[int, int] = field(default_factory=dict)
     _sizes: dict[int, int] = field(default_factory=dict)
 
@@ -38,17 +39,20 @@ class Memory:
 
     def info(self) -> tuple[int, int]:
         """What `torch.cuda.mem_get_info` tells: free, total."""
-        return self.limit - self.taken - self.held, self.limit
+        return self.limit - self.taken - self.reserved, self.limit
+
+    def empty_cache(self) -> None:
+        self.reserved = self.held
 
     def hold(self, tensor: PretendCuda) -> None:
         """Until the last tensor of its storage is gone. Raises torch.OutOfMemoryError."""
         storage = tensor.numbers.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._sizes and size > self.info()[0]:
+        if key not in self._sizes and self.held + size > self.limit - self.taken:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
         self._sizes[key] = size
         self._tensors[key] = self._tensors.get(key, 0) + 1
-        self.most_held = max(self.most_held, self.held)
+        self.reserved = max(self.reserved, self.held)
         weakref.finalize(tensor, self._release, key)
 
     def _release(self, key: int) -> None:
@@ -147,21 +151,24 @@ class _MadeOnCuda(TorchFunctionMode):
 
 
 @contextmanager
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch, memory: Memory | None = None) -> Iterator[Memory]:
-    """torch finds one GPU with this memory, in this thread."""
+def pretend_cuda(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory | None = None, *, bfloat16: bool = True
+) -> Iterator[Memory]:
+    """torch finds one GPU with this memory, in this thread. Without `bfloat16` it is an old one, where torch emulates
+    that."""
     global _memory
     _memory = memory or Memory()
     answers = {
         "is_available": True,
-        "is_bf16_supported": True,
         "get_device_name": "Pretended GPU",
         "get_device_capability": (9, 0),
-        "empty_cache": None,
     }
     with monkeypatch.context() as patch, _MadeOnCuda():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *a, _answer=answer, **k: _answer)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16 or including_emulation)
         patch.setattr(torch.cuda, "mem_get_info", lambda *a: _memory.info())
+        patch.setattr(torch.cuda, "empty_cache", lambda: _memory.empty_cache())
         # A module's parameters are replaced: what torch takes for a tensor of the CPU would be written into.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         yield _memory

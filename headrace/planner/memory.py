@@ -75,27 +75,30 @@ def plan_memory(
     available_bytes: int,
     kv_cache_dtype: str,
     overhead_bytes: int = 0,
+    step_bytes: int | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     host_bytes: int = 0,
 ) -> MemoryPlan:
     """Sizes of the KV cache and of a step.
 
-    With a GPU, `host_bytes` are available besides in the host's memory.
+    With a GPU, `host_bytes` are available besides in the host's memory. `step_bytes` are the buffers of a step of
+    `step_size`, where they were measured.
 
     `available_bytes` is what the device offered before anything was loaded; `gpu_memory_utilization` of it is
     the ceiling. `overhead_bytes` is what the process takes besides weights, KV cache and the buffers of a step.
     Raises ConfigError when no KV cache, or not one request of an explicit `max_model_len`, fits.
     """
+    batched_tokens, num_seqs = step_size(config, settings, device)
+    if step_bytes is None:
+        step_bytes = step_buffer_bytes(config, batched_tokens, num_seqs)
+    fixed_bytes = weight_bytes + overhead_bytes + step_bytes
     if config.is_encoder:
-        return _plan_encoder(config, settings, weight_bytes + overhead_bytes, available_bytes)
+        return _plan_encoder(config, settings, fixed_bytes, available_bytes)
     notes: list[str] = []
     block_size = settings.block_size or BLOCK_SIZE[device]
     block_bytes = config.kv_bytes_per_token(kv_cache_dtype) * block_size
-    batched_tokens = _batched_tokens(config, settings, device)
     windows = tuple(group.window for group in config.layer_groups)
     blocks = KVBlocks(windows, block_size, batched_tokens)
-    step_bytes = step_buffer_bytes(config, batched_tokens, min(settings.max_num_seqs, batched_tokens))
-    fixed_bytes = weight_bytes + overhead_bytes + step_bytes
     swap_bytes = settings.swap_space_bytes if settings.swap_space_bytes is not None else SWAP_SPACE_BYTES[device]
     if device == "cuda":
         swap_bytes = _swap_beside_a_gpu(settings, swap_bytes, host_bytes, notes)
@@ -178,16 +181,15 @@ def plan_memory(
     )
 
 
-def _plan_encoder(config: ModelConfig, settings: EngineSettings, fixed_bytes: int, available_bytes: int) -> MemoryPlan:
+def _plan_encoder(config: ModelConfig, settings: EngineSettings, needed_bytes: int, available_bytes: int) -> MemoryPlan:
     """Without a KV cache: a step must have room for the longest text, which is computed in one."""
     longest = settings.max_model_len or config.max_position_embeddings
-    batched_tokens = settings.max_num_batched_tokens or max(ENCODER_BATCHED_TOKENS, longest)
+    batched_tokens = _batched_tokens(config, settings, "cpu")
     if batched_tokens < longest:
         raise ConfigError(
             f"max_num_batched_tokens ({batched_tokens}) is smaller than max_model_len ({longest}), and an encoder "
             f"reads a text in one step. Use --max-num-batched-tokens {longest}, or --max-model-len {batched_tokens}."
         )
-    needed_bytes = fixed_bytes + step_buffer_bytes(config, batched_tokens, 1)
     allowed_bytes = int(settings.gpu_memory_utilization * available_bytes)
     if needed_bytes > allowed_bytes:
         raise ConfigError(
@@ -242,9 +244,17 @@ class _Room:
         return needed if needed <= HIGHEST_UTILIZATION else None
 
 
+def step_size(config: ModelConfig, settings: EngineSettings, device: str) -> tuple[int, int]:
+    """(tokens, sequences) of the widest step, if the KV cache has room for them. An encoder's rows give no logits."""
+    batched_tokens = _batched_tokens(config, settings, device)
+    return batched_tokens, 1 if config.is_encoder else min(settings.max_num_seqs, batched_tokens)
+
+
 def _batched_tokens(config: ModelConfig, settings: EngineSettings, device: str) -> int:
     if settings.max_num_batched_tokens is not None:
         return settings.max_num_batched_tokens
+    if config.is_encoder:
+        return max(ENCODER_BATCHED_TOKENS, settings.max_model_len or config.max_position_embeddings)
     if settings.enable_chunked_prefill:
         return MAX_NUM_BATCHED_TOKENS[device]
     return max(MAX_NUM_BATCHED_TOKENS[device], settings.max_model_len or config.max_position_embeddings)

@@ -130,7 +130,8 @@ def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | No
             return None
         raise ConfigError(f"--device cuda cannot work: {reason}. --device cpu (or auto) runs on the CPU.")
     dtype = config.dtype if settings.dtype == "auto" else settings.dtype
-    if dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+    # torch takes it anywhere, and without instructions for it is many times slower.
+    if dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         if settings.dtype != "auto":
             raise ConfigError(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype float16.")
         dtype = "float16"

@@ -63,6 +63,9 @@ class Runner:
         self._decodes: Decodes | None = None
         """Of the last step, if it went well and was of decoding sequences only."""
 
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._table
+
     @property
     def num_sequences(self) -> int:
         """Sequences in the table: those planned and not dropped."""

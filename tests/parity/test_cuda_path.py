@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings
 from headrace.core import EngineCore
 from headrace.protocol.ipc import AddRequest, GrammarSpec
@@ -123,19 +124,31 @@ def test_sleep_gives_the_gpu_s_memory_back_and_waking_up_takes_it_again(tmp_path
     assert (tokens(run(core, asked)), gpu.held) == (expected, awake)
 
 
-def settings(model: Path) -> EngineSettings:
-    return EngineSettings(model=str(model), device="cuda", dtype="float32", max_num_seqs=4, swap_space_bytes=0)
+def settings(model: Path, **changes: object) -> EngineSettings:
+    values = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256, "swap_space_bytes": 0} | changes
+    return EngineSettings(model=str(model), device="cuda", **values)
 
 
-def test_what_others_hold_of_the_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama(tmp_path)
-    sizes = []
-    for taken in (0, 20 << 20):
-        with pretend_cuda(monkeypatch, Memory(limit=120 << 20, taken=taken)) as memory:
-            core = EngineCore(settings(model))
-            assert memory.held + taken < 0.9 * memory.limit, "gpu_memory_utilization"
-            sizes.append(core.info.kv_cache_bytes)
-    assert abs(sizes[0] - sizes[1] - (20 << 20)) < 1 << 16
+@pytest.mark.parametrize("taken", [0, 20 << 20])
+def test_the_kv_cache_gets_what_others_the_weights_and_the_widest_step_leave(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 120 << 20
+    with pretend_cuda(monkeypatch, Memory(limit=limit, taken=taken)) as memory:
+        core = EngineCore(settings(tiny_llama(tmp_path)))
+        asked = [
+            request(f"r{i}", [i + 1] * 32, max_tokens=4, logprobs=20, top_p=0.9, prompt_logprobs=5, logit_bias={3: 0.5})
+            for i in range(8)
+        ]
+        run(core, asked)
+        used = memory.reserved + taken
+    assert 0.88 * limit < used < 0.9 * limit, f"gpu_memory_utilization 0.9: {used / limit:.3f}"
+
+
+def test_vectors_on_a_gpu_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_pooling(write_random_encoder(tmp_path), "mean_tokens")
+    with pretend_cuda(monkeypatch, Memory(limit=1 << 20)), pytest.raises(ConfigError, match="more than the"):
+        pooling_core(path, "--device", "cuda")
 
 
 def test_a_gpu_that_gives_less_than_it_said_gets_a_smaller_kv_cache(
@@ -154,7 +167,7 @@ def test_a_step_that_finds_no_memory_is_done_in_halves(tmp_path: Path, gpu: Memo
     asked = [request(f"r{i}", [(7 * i + j) % 250 for j in range(60)], max_tokens=4, seed=i) for i in range(8)]
     expected = tokens(run(core, asked))
     core.reset_prefix_cache()
-    before, most = gpu.held, gpu.most_held
+    before, most = gpu.held, gpu.reserved
     gpu.limit = before + 2 * (most - before) // 3
     assert tokens(run(core, asked)) == expected
     gpu.limit = before
@@ -162,3 +175,13 @@ def test_a_step_that_finds_no_memory_is_done_in_halves(tmp_path: Path, gpu: Memo
     assert failed.finish_reason == "error" and "CUDA out of memory" in (failed.error or "")
     gpu.limit = 8 << 30
     assert tokens(run(core, asked)) == expected
+
+
+def test_a_gpu_without_bfloat16_gets_float16_or_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_random_model(tmp_path, "llama", dtype="bfloat16", **SMALL)
+    with pretend_cuda(monkeypatch, bfloat16=False):
+        assert EngineCore(settings(model, dtype="auto")).info.dtype == "float16"
+        with pytest.raises(ConfigError, match="Pretended GPU has no bfloat16: use --dtype float16"):
+            EngineCore(settings(model, dtype="bfloat16"))
+    with pretend_cuda(monkeypatch):
+        assert EngineCore(settings(model, dtype="auto")).info.dtype == "bfloat16"
