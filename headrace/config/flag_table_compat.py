@@ -82,6 +82,7 @@ _TP = "Tensor parallelism"
 _PP = "Pipeline parallelism"
 _DP = "Data-parallel replicas"
 _LORA = "LoRA adapters"
+_MERGE = "merge the adapter into the weights (docs/models.md)"
 _SPEC = "Speculative decoding"
 
 COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
@@ -227,8 +228,8 @@ COMPATIBILITY_FLAGS: tuple[Flag, ...] = (
     _mapped("guided-decoding-backend", "text", TOOLS, _ONE_GRAMMAR, harmless=("auto", "guidance", "llguidance")),
     _mapped("guided-decoding-disable-fallback", "switch", TOOLS, _ONE_GRAMMAR),
     # Adapters
-    _refused("enable-lora", "switch", ADAPTERS, _LORA, "merge the adapter into the weights"),
-    _refused("lora-modules", "text", ADAPTERS, _LORA, "merge the adapter into the weights", many=True),
+    _refused("enable-lora", "switch", ADAPTERS, _LORA, _MERGE),
+    _refused("lora-modules", "text", ADAPTERS, _LORA, _MERGE, many=True),
     _refused("qlora-adapter-name-or-path", "text", ADAPTERS, _LORA),
     _refused("default-mm-loras", "json", ADAPTERS, _LORA),
     _refused("enable-lora-bias", "switch", ADAPTERS, _LORA),

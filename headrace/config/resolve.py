@@ -99,6 +99,11 @@ def _local(path: Path) -> Path:
     if gguf_files:
         names = ", ".join(p.name for p in gguf_files)
         raise ConfigError(f"{path} has no config.json but {len(gguf_files)} GGUF files; name one of them: {names}.")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} is an adapter (LoRA) and no model. Adapters are not loaded yet: merge it into its model's weights "
+            "(docs/models.md) and serve the merged model."
+        )
     inside = sorted(p.parent.name for p in path.glob("*/config.json"))
     found = f" Models lie in its folders: {', '.join(inside[:8])}." if inside else ""
     raise ConfigError(f"{path} is a directory without config.json and without a .gguf file.{found}")

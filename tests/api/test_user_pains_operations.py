@@ -228,6 +228,23 @@ def test_d27_a_local_gguf_file_is_taken_for_a_repository_or_unsupported_without_
         open_model(tmp_path / "odd.gguf")
 
 
+@pytest.mark.parametrize("flags", ["--enable-lora --max-lora-rank 256", "--lora-modules sql=./sql", ""])
+def test_d28_an_adapter_loads_on_the_first_request_or_not_at_all_and_slows_everybody(tmp_path, flags):
+    """Ranks above `max_lora_rank` fail when somebody asks for them, a large one costs all requests, and the first
+    request of an adapter waits for its file. Ours has no adapters yet and says so at the start, flag or folder by name,
+    with what gives the same answers today: a merged model, which costs nothing while serving."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 256}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    model = tiny_llama(tmp_path / "model") if flags else tmp_path
+    with pytest.raises(LaunchError) as refused:
+        load([str(model), *flags.split()])
+    assert re.search(
+        r"adapter.*not (loaded|built) yet.*merge.*weights \(docs/models.md\)", str(refused.value), re.DOTALL
+    )
+    assert (flags.split() or [str(tmp_path)])[0] in said
+    assert "merge_and_unload" in (ROOT / "docs/models.md").read_text()
+
+
 @pytest.mark.parametrize("flag", ["awq", "fp8", "bitsandbytes"])
 def test_d32_a_quantisation_flag_that_does_not_match_is_a_stack_trace(tmp_path, flag):
     """Or worse, garbage. Ours compares the flag with the checkpoint before it reads a weight, and names both."""
