@@ -8,14 +8,15 @@ event loop. States (breakers, requests in flight) are asked for when somebody re
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from headrace.gateway.distribution import Distribution, merged
+from headrace.gateway.genai_metrics import OPERATIONS, TOKENS, Kind, genai_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,36 +62,18 @@ class Outcome(Protocol):
     def total_s(self) -> float: ...
 
 
-class _Distribution:
-    """A histogram of one child: how many values fell under each bound, and their sum."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(bound, values up to it), as the text format wants it."""
-        names = [*map(str, self.bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
-
-
 class _Served:
-    """What is counted of one (model, upstream, key tag)."""
+    """What is counted of one kind of request."""
 
-    __slots__ = ("between", "cached_tokens", "cost_micros", "first_token", "input_tokens", "output_tokens", "whole")
+    __slots__ = ("between", "cached_tokens", "cost_micros", "first_token", "inputs", "outputs", "whole")
 
     def __init__(self) -> None:
-        self.first_token = _Distribution(FIRST_TOKEN_S)
-        self.between = _Distribution(BETWEEN_TOKENS_S)
-        self.whole = _Distribution(WHOLE_S)
-        self.input_tokens = self.output_tokens = self.cached_tokens = self.cost_micros = 0
+        self.first_token = Distribution(FIRST_TOKEN_S)
+        self.between = Distribution(BETWEEN_TOKENS_S)
+        self.whole = Distribution(WHOLE_S)
+        self.inputs = Distribution(TOKENS)
+        self.outputs = Distribution(TOKENS)
+        self.cached_tokens = self.cost_micros = 0
 
 
 class Replica(Protocol):
@@ -130,7 +113,7 @@ class GatewayMetrics:
         self.spans_dropped: Callable[[], int] = int
         self._models: set[str] = set()
         self._requests: defaultdict[tuple[str, ...], int] = defaultdict(int)
-        self._served: dict[tuple[str, str, str], _Served] = {}
+        self._served: dict[Kind, _Served] = {}
         self._fallbacks: defaultdict[tuple[str, ...], int] = defaultdict(int)
         self._failures: defaultdict[tuple[str, ...], int] = defaultdict(int)
         self._refused: defaultdict[tuple[str, ...], int] = defaultdict(int)
@@ -143,16 +126,17 @@ class GatewayMetrics:
         """A request that was let in has ended, however it ended."""
         model = self._bounded(event.model)
         self._requests[model, event.upstream, event.endpoint, str(event.status), event.outcome, key_tag] += 1
-        served = self._served.get((model, event.upstream, key_tag))
+        kind = (model, event.upstream, OPERATIONS.get(event.endpoint, event.endpoint), key_tag)
+        served = self._served.get(kind)
         if served is None:
-            served = self._served[model, event.upstream, key_tag] = _Served()
+            served = self._served[kind] = _Served()
         served.whole.observe(event.total_s)
         if event.stream and event.ttft_s is not None:
             served.first_token.observe(event.ttft_s)
             if event.output_tokens > 1:
                 served.between.observe((event.total_s - event.ttft_s) / (event.output_tokens - 1))
-        served.input_tokens += event.input_tokens
-        served.output_tokens += event.output_tokens
+        served.inputs.observe(event.input_tokens)
+        served.outputs.observe(event.output_tokens)
         served.cached_tokens += event.cached_tokens
         served.cost_micros += event.cost_micros
 
@@ -239,40 +223,44 @@ class GatewayMetrics:
 
     def _collect_served(self) -> Iterator[Metric]:
         labels = ("model", "upstream", "key_tag")
-        all_served = self._served.items()
+        groups: dict[tuple[str, str, str], list[_Served]] = {}
+        for (model, upstream, _, key_tag), counted in self._served.items():
+            groups.setdefault((model, upstream, key_tag), []).append(counted)
         tokens = [
-            ((*key, kind), number)
-            for key, served in all_served
+            ((*key, kind), int(number))
+            for key, parts in groups.items()
             for kind, number in (
-                ("input", served.input_tokens),
-                ("output", served.output_tokens),
-                ("cached_input", served.cached_tokens),
+                ("input", sum(part.inputs.total for part in parts)),
+                ("output", sum(part.outputs.total for part in parts)),
+                ("cached_input", sum(part.cached_tokens for part in parts)),
             )
         ]
         yield _counter("tokens", "Tokens billed; cached_input is a part of input.", (*labels, "kind"), tokens)
-        costs = [(key, served.cost_micros) for key, served in all_served]
+        costs = [(key, sum(part.cost_micros for part in parts)) for key, parts in groups.items()]
         yield _counter("cost_micros", "Cost in 1e-6 of the currency.", labels, costs)
         for name, text, distributions in (
             (
                 "time_to_first_token_seconds",
                 "Arrival to the first content, streams only.",
-                [(key, served.first_token) for key, served in all_served],
+                [(key, [part.first_token for part in parts]) for key, parts in groups.items()],
             ),
             (
                 "inter_token_latency_seconds",
                 "Mean time between two output tokens of a stream, one value a request.",
-                [(key, served.between) for key, served in all_served],
+                [(key, [part.between for part in parts]) for key, parts in groups.items()],
             ),
             (
                 "request_seconds",
                 "Arrival to the last byte of the answer.",
-                [(key, served.whole) for key, served in all_served],
+                [(key, [part.whole for part in parts]) for key, parts in groups.items()],
             ),
         ):
             family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
-            for key, distribution in distributions:
-                family.add_metric(key, distribution.buckets(), distribution.total)
+            for key, found in distributions:
+                whole = merged(found)
+                family.add_metric(key, whole.buckets(), whole.total)
             yield family
+        yield from genai_metrics(self._served.items())
 
     def _bounded(self, model: str) -> str:
         if model not in self._models:

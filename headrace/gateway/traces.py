@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 import headrace
+from headrace.gateway.genai_metrics import OPERATIONS
 from headrace.gateway.snapshot import Tracing, Upstream
 from headrace.gateway.upstream_client import BrokenAnswer, UpstreamClient
 from headrace.gateway.upstream_errors import UpstreamFailure
@@ -32,7 +33,6 @@ SPANS_A_POST = 500
 SERVER, CLIENT = 2, 3
 """Kinds of spans."""
 
-OPERATIONS = {"chat": "chat", "messages": "chat", "responses": "chat", "completions": "text_completion"}
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 logger = logging.getLogger("headrace.gateway")

@@ -112,3 +112,33 @@ def test_a_value_on_a_buckets_bound_is_in_that_bucket(metrics: GatewayMetrics) -
     buckets = [line for line in text.splitlines() if line.startswith("headrace_gateway_request_seconds_bucket")]
     counts = {line.partition('le="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in buckets}
     assert (counts["0.025"], counts["0.05"], counts["0.1"], counts["600.0"], counts["+Inf"]) == (0, 1, 2, 2, 3)
+
+
+def test_the_same_is_told_under_the_names_of_opentelemetry(metrics: GatewayMetrics) -> None:
+    for event, tag in ((Event(), "a"), (Event(endpoint="messages"), "b"), (Event(endpoint="embeddings"), "a")):
+        metrics.finished(event, tag)
+    seen = samples(metrics)
+    chat = ("chat", "local", "qwen")
+    assert seen["gen_ai_server_request_duration_seconds_count", chat] == 2
+    assert seen["gen_ai_server_request_duration_seconds_sum", chat] == pytest.approx(2.6)
+    assert seen["gen_ai_server_time_to_first_token_seconds_sum", chat] == pytest.approx(0.6)
+    assert seen["gen_ai_server_time_per_output_token_seconds_sum", chat] == pytest.approx(0.2)
+    assert seen["gen_ai_client_token_usage_sum", ("chat", "local", "qwen", "input")] == 200
+    assert seen["gen_ai_client_token_usage_sum", ("chat", "local", "qwen", "output")] == 22
+    assert seen["gen_ai_client_token_usage_count", ("embeddings", "local", "qwen", "input")] == 1
+    assert seen["request_seconds_count", ("a", "qwen", "local")] == 2, "ours are of all operations together"
+    assert seen["tokens_total", ("a", "input", "qwen", "local")] == 200
+
+
+def test_the_opentelemetry_names_are_those_of_its_conventions(metrics: GatewayMetrics) -> None:
+    metrics.finished(Event())
+    families = [f for f in text_string_to_metric_families(metrics.text().decode()) if f.name.startswith("gen_ai")]
+    assert {family.name for family in families} == {
+        "gen_ai_server_request_duration_seconds",
+        "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_client_token_usage",
+    }
+    for family in families:
+        labels = {name for sample in family.samples for name in sample.labels} - {"le", "gen_ai_token_type"}
+        assert labels == {"gen_ai_request_model", "gen_ai_provider_name", "gen_ai_operation_name"}
