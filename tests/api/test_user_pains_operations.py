@@ -238,9 +238,8 @@ def test_d28_an_adapter_loads_on_the_first_request_or_not_at_all_and_slows_every
     model = tiny_llama(tmp_path / "model") if flags else tmp_path
     with pytest.raises(LaunchError) as refused:
         load([str(model), *flags.split()])
-    assert re.search(
-        r"adapter.*not (loaded|built) yet.*merge.*weights \(docs/models.md\)", str(refused.value), re.DOTALL
-    )
+    said = str(refused.value)
+    assert re.search(r"adapter.*not (loaded|built) yet.*merge.*weights \(docs/models.md\)", said, re.DOTALL)
     assert (flags.split() or [str(tmp_path)])[0] in said
     assert "merge_and_unload" in (ROOT / "docs/models.md").read_text()
 
