@@ -210,6 +210,7 @@ def read_listen(section: Section | None) -> Listen:
         allowed_origins=section.names("allowed_origins") or (),
         drain_s=base.drain_s if drain is None else drain,
         retention_days=section.integer("retention_days"),
+        gateways=section.integer("gateways", 1, 1000) or base.gateways,
         traces=traces,
         admin=Admin(enabled=True if enabled is None else enabled, trusted_proxies=proxies or ()),
     )

@@ -59,6 +59,7 @@ def open_ledger(
     *,
     page: str | None = None,
     retention_days: int | None = None,
+    gateways: int = 1,
 ) -> Ledger:
     """Open all of it, and follow changes of keys from now on. Blocks for some milliseconds. Raises ConfigError."""
     store = open_store(database_url, data_dir)
@@ -67,7 +68,7 @@ def open_ledger(
     usage = UsageWriter(database, folder / JOURNAL_FOLDER, retention_days=retention_days, prompts=prompts)
     keys = KeyIndex(store, page=page)
     keys.start()
-    limiter = Limiter(spending(database, time.time()))
+    limiter = Limiter(spending(database, time.time()), gateways=gateways)
     usage.report_spending(limiter.spent_elsewhere)
     return Ledger(
         database=database, data_dir=folder, store=store, keys=keys, limiter=limiter, usage=usage, prompts=prompts

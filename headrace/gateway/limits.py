@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import NamedTuple
@@ -81,17 +81,22 @@ class KeyLoad:
 
 
 class Limiter:
-    """The limits of every key. `spending` is what keys have spent before this start."""
+    """The limits of every key. `spending` is what keys have spent before this start.
+
+    Of `gateways` that share the keys each lets its part of rates and concurrency through, at least one.
+    """
 
     def __init__(
         self,
         spending: Mapping[str, Spending] | None = None,
         *,
+        gateways: int = 1,
         now_ns: Callable[[], int] = time.monotonic_ns,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self.now_ns = now_ns
         self.now_s = now_s
+        self._gateways = gateways
         self._elsewhere: deque[tuple[str, int]] = deque()
         self._meters: dict[str, _Meter] = {key_id: _Meter(spent) for key_id, spent in (spending or {}).items()}
 
@@ -159,15 +164,25 @@ class Limiter:
         if meter.key_limits is record.limits and meter.plan_limits is plan_limits:
             return meter
         meter.key_limits, meter.plan_limits = record.limits, plan_limits
-        wanted = [("API key", record.limits)] if record.limits != NO_LIMITS else []
+        wanted = [self._part("API key", record.limits)] if record.limits != NO_LIMITS else []
         if plan is not None and plan_limits != NO_LIMITS:
-            wanted.append((f"plan {plan.name}", plan_limits))
+            wanted.append(self._part(f"plan {plan.name}", plan_limits))
         if [(owner.of, owner.limits) for owner in meter.owners] != wanted:
             known = {owner.of: owner for owner in meter.owners}
             meter.owners = [_with_limits(known.get(of) or _Owner(of, limits), limits, now_ns) for of, limits in wanted]
             meter.requests = tuple([owner.requests for owner in meter.owners if owner.requests is not None])
             meter.tokens = tuple([owner.tokens for owner in meter.owners if owner.tokens is not None])
         return meter
+
+    def _part(self, of: str, limits: Limits) -> tuple[str, Limits]:
+        """What of the limits this gateway lets through, and whose they are, in words."""
+        number = self._gateways
+        if number == 1:
+            return of, limits
+        rpm, tpm, at_once = (
+            None if each is None else -(-each // number) for each in (limits.rpm, limits.tpm, limits.concurrency)
+        )
+        return f"{of}, at each of {number} gateways,", replace(limits, rpm=rpm, tpm=tpm, concurrency=at_once)
 
     def _refusal(self, meter: _Meter, tokens: int, micros: int, now: _Now) -> ApiError | None:
         """The answer to a request that some limit does not let pass: the one whose waiting time is longest."""

@@ -18,7 +18,8 @@ from headrace.gateway.config_load import NO_OVERRIDES, InvalidConfig, Overrides,
 from headrace.gateway.snapshot import Snapshot
 
 POLL_S = 0.5
-NOT_HOT = ("host", "port", "database_url", "data_dir")
+NOT_HOT = ("host", "port", "database_url", "data_dir", "log_level", "page_url", "retention_days", "gateways", "traces")
+"""Of `[server]`: what is read at the start only."""
 
 log = logging.getLogger("headrace.gateway.reload")
 

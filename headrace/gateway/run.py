@@ -95,6 +95,7 @@ def open_ledger_at(at: Listen, page: str | None = None) -> Ledger:
         at.data_dir or gateway_defaults.DATA_DIR,
         page=at.page_url or page,
         retention_days=at.retention_days,
+        gateways=at.gateways,
     )
 
 

@@ -261,6 +261,8 @@ class Listen:
     """How long running requests are waited for at the end."""
     retention_days: int | None = None
     """Older rows of single requests are removed, their daily sums stay; None = all are kept."""
+    gateways: int = 1
+    """How many gateways share the keys: each lets its part of rates and concurrency through."""
     traces: Tracing | None = None
     admin: Admin = Admin()
 

@@ -69,6 +69,29 @@ def test_requests_a_minute_come_as_a_burst_and_then_one_at_a_time() -> None:
     refusal(lambda: limits.admit(record))
 
 
+def test_several_gateways_together_let_through_what_a_key_may() -> None:
+    clock = Clock()
+    gateways = [Limiter(now_ns=clock.ns, now_s=clock.s, gateways=3) for _ in range(3)]
+    record, leases = key(rpm=60, tpm=900, concurrency=6, budget_micros=100), []
+    for limits in gateways:
+        leases += [limits.admit(record, estimated_tokens=150) for _ in range(2)]
+        error = refusal(lambda limits=limits: limits.admit(record, estimated_tokens=1))
+        assert "This API key, at each of 3 gateways, allows" in error.message
+    headers = dict(leases[0].headers())
+    assert (headers[b"x-ratelimit-limit-requests"], headers[b"x-ratelimit-limit-tokens"]) == (b"20", b"300")
+    assert len(leases) == 6, "six at once"
+    leases[0].settle(tokens=0, micros=100)
+    leases[0].release()
+    error = refusal(lambda: gateways[0].admit(record, estimated_micros=1))
+    assert error.code == "insufficient_quota", "a budget is one for all of them"
+
+
+def test_a_gateway_of_many_lets_one_request_through_where_there_is_less_than_one_for_each() -> None:
+    limits = Limiter(gateways=5)
+    with limits.admit(key(rpm=2, concurrency=1)):
+        pass
+
+
 def test_waiting_for_what_retry_after_says_is_enough() -> None:
     limits, clock = limiter()
     record = key(rpm=7)

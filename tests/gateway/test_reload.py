@@ -129,6 +129,23 @@ async def test_settings_that_wait_for_a_restart_are_named(gateway: Gateway) -> N
     assert reloader.restart_needed == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('log_level = "debug"', "log_level"),
+        ('page_url = "https://keys.example.com"', "page_url"),
+        ("retention_days = 3", "retention_days"),
+        ("gateways = 2", "gateways"),
+        ('traces = { endpoint = "http://127.0.0.1:4318" }', "traces"),
+    ],
+)
+async def test_whatever_the_server_reads_at_its_start_only_is_named(gateway: Gateway, line: str, name: str) -> None:
+    reloader = gateway.start()
+    gateway.write(TEXT.replace("8080", f"8080\n{line}"))
+    await reloader.check()
+    assert reloader.restart_needed == (name,)
+
+
 async def test_what_the_command_line_said_holds_after_a_reload(gateway: Gateway) -> None:
     reloader = gateway.start(port=7000)
     gateway.write(TEXT.replace("8080", "9090"))
