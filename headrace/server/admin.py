@@ -39,6 +39,7 @@ def check_admin(serving: Serving, exchange: Exchange) -> None:
 
 
 async def server_info(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange)
     client = serving.client
     settings = msgspec.to_builtins(serving.settings)
     settings["api_keys"] = f"{len(serving.settings.api_keys)} set"
@@ -58,6 +59,7 @@ async def server_info(serving: Serving, exchange: Exchange) -> None:
 
 
 async def sleep(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange, "level", "mode")
     level = _choice(exchange, "level", "1", ("1", "2"))
     mode = _choice(exchange, "mode", "abort", ("abort", "wait"))
     await serving.client.sleep(1 if level == "1" else 2, abort=mode == "abort")
@@ -65,6 +67,7 @@ async def sleep(serving: Serving, exchange: Exchange) -> None:
 
 
 async def wake_up(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange, "tags")
     if "tags" in exchange.query:
         raise errors.unsupported_field("tags", "Waking up brings back everything.")
     await serving.client.wake_up()
@@ -72,6 +75,7 @@ async def wake_up(serving: Serving, exchange: Exchange) -> None:
 
 
 async def is_sleeping(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange)
     await exchange.answer_json(_sleep_state(serving))
 
 
@@ -81,16 +85,19 @@ def _sleep_state(serving: Serving) -> dict[str, object]:
 
 
 async def reset_prefix_cache(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange)
     await exchange.answer_json({"num_blocks": await serving.client.control("reset_prefix_cache")})
 
 
 async def start_profile(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange)
     _profiler_dir(serving).mkdir(parents=True, exist_ok=True)
     await serving.client.control("start_profile")
     await exchange.answer_json({"status": "profiling"})
 
 
 async def stop_profile(serving: Serving, exchange: Exchange) -> None:
+    await _check_asked(serving, exchange)
     name = f"headrace-core-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.prof"
     path = _profiler_dir(serving) / name
     await serving.client.control("stop_profile", str(path))
@@ -105,6 +112,7 @@ def _profiler_dir(serving: Serving) -> Path:
 
 
 async def abort_requests(serving: Serving, exchange: Exchange) -> None:
+    _check_query(exchange)
     body = Body(await exchange.body(serving.settings.max_body_bytes))
     fields = body.read(AbortFields)
     exchange.warn_ignored(list(body.others()))
@@ -121,6 +129,27 @@ async def abort_requests(serving: Serving, exchange: Exchange) -> None:
         aborted += found
         unknown += [] if found else [name]
     await exchange.answer_json({"aborted": aborted, "unknown": unknown})
+
+
+async def _check_asked(serving: Serving, exchange: Exchange, *known: str) -> None:
+    """Raises ApiError (400) for what the route would leave unheard: it takes `known` from the address, nothing else."""
+    _check_query(exchange, *known)
+    content = await exchange.body(serving.settings.max_body_bytes)
+    for name in Body(content).others() if content.strip() else ():
+        taken = f"POST {exchange.path}?{name}=... says it." if name in known else _takes(exchange, known)
+        raise errors.invalid_value(name, f"`{name}` in the body would be ignored. {taken}")
+
+
+def _check_query(exchange: Exchange, *known: str) -> None:
+    for name in exchange.query:
+        if name not in known:
+            quoted = errors.quoted(name)
+            raise errors.invalid_value(name, f"{quoted} in the address would be ignored. {_takes(exchange, known)}")
+
+
+def _takes(exchange: Exchange, known: tuple[str, ...]) -> str:
+    names = " and ".join(f"`{name}`" for name in known) or "nothing"
+    return f"{exchange.path} takes {names} from the address."
 
 
 def _choice(exchange: Exchange, name: str, default: str, allowed: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ ADMIN = [(route.method, route.path) for route in ROUTES if route.admin]
 
 async def status(app: App, method: str, path: str, **headers: str) -> tuple[int, str | None]:
     async with asgi_client(app) as client:
-        answer = await client.request(method, path, headers=headers, json={"all": True} if method == "POST" else None)
+        answer = await client.request(method, path, headers=headers, json={"all": True} if "abort" in path else None)
     return answer.status_code, answer.json().get("error", {}).get("code") if answer.status_code >= 400 else None
 
 
@@ -74,6 +74,22 @@ async def test_what_sleep_does_not_know_is_refused_by_name(query: str, param: st
     async with asgi_client(make_app(ScriptedEngine())) as client:
         error = (await client.post(query)).json()["error"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN)
+async def test_what_an_admin_route_would_not_hear_is_refused(method: str, path: str, tmp_path: Path) -> None:
+    app = make_app(ScriptedEngine(), server_settings(profiler_dir=str(tmp_path)))
+    async with asgi_client(app) as client:
+        misspelt = await client.request(method, f"{path}?lvl=2", json={"all": True} if "abort" in path else None)
+        assert (misspelt.status_code, misspelt.json()["error"]["param"]) == (400, "lvl")
+        assert '"lvl" in the address would be ignored' in misspelt.text.replace("\\", "")
+        if "abort" in path:
+            return
+        in_body = await client.request(method, path, json={"level": 2})
+        assert (in_body.status_code, in_body.json()["error"]["param"]) == (400, "level")
+        says = f"POST {path}?level=... says it" if path == "/sleep" else "in the body would be ignored"
+        assert says in in_body.json()["error"]["message"]
+        assert (await client.request(method, path, json={})).status_code == 200, "nothing is asked for"
 
 
 @pytest.mark.parametrize(
