@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_tensor_of_a_step_is_on_the_gpu_and_gives_the_tokens_of_the_cpu(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, overrides, settings = MODELS[kind]
     model = write_random_model(tmp_path, family, **SMALL | overrides)
@@ -73,6 +73,7 @@ def test_every_tensor_of_a_step_is_on_the_gpu_and_gives_the_tokens_of_the_cpu(
         assert (core.info.device, core.info.instruction_set) == ("cuda", "Pretended GPU (compute capability 9.0)")
         assert tokens(run(core, asked)) == expected
     assert kind != "tied" or core._scheduler.stats(0.0).host_loaded_total
+    assert not [r.message for r in caplog.records if r.exc_info], "a move to the host that fails would be made up for"
 
 
 def test_a_tensor_that_is_left_on_the_host_is_an_error(gpu: Memory) -> None:
