@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -124,12 +125,13 @@ def bench_rate(command: Sequence[str]) -> float:
 
 
 def medians(entries: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], Figures]:
-    """(scheme, server, load) to the figures' medians."""
+    """(scheme, server, load) to the figures' medians, without the NaN that older files have for a round that failed."""
     gathered: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for entry in entries:
         place = gathered.setdefault((entry["scheme"], entry["server"], entry["load"]), {})
         for name, value in entry["figures"].items():
-            place.setdefault(name, []).append(value)
+            if not math.isnan(value):
+                place.setdefault(name, []).append(value)
     return {key: {name: statistics.median(v) for name, v in figures.items()} for key, figures in gathered.items()}
 
 
@@ -264,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for entry in measured:
                 entries.append(entry)
                 if args.json is not None:
-                    args.json.write_text(json.dumps({**head, "entries": entries}, indent=1) + "\n")
+                    unfinished = args.json.with_name(args.json.name + ".new")
+                    unfinished.write_text(json.dumps({**head, "entries": entries}, indent=1) + "\n")
+                    unfinished.replace(args.json)
     except KeyboardInterrupt:
         console.print("interrupted: what was measured until now", style="red")
         status = 130
@@ -276,4 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.default_int_handler)  # the servers end with it, in a shell's background too
     sys.exit(main())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -20,6 +23,7 @@ from headrace.engine.admission import SchedulerSettings
 from headrace.engine.plan import Sampled, StepResult
 from headrace.engine.scheduler import Scheduler
 from headrace.protocol.ipc import AddRequest, SamplingParams
+from tests.tiny_models import tiny_llama
 
 
 def entry(server: str, number: int, rate: float, load: str = "W1") -> dict:
@@ -39,7 +43,7 @@ def shown(table: object) -> str:
 
 
 def test_a_figure_is_the_median_of_its_rounds() -> None:
-    found = medians(ENTRIES)
+    found = medians([*ENTRIES, entry("headrace bf16", 3, math.nan)])
     assert found[("bf16", "headrace bf16", "W1")] == {"output tok/s": 50.0}
     assert found[("bf16", "llama.cpp bf16", "W1")] == {"output tok/s": 25.0}
 
@@ -262,15 +266,20 @@ def test_what_cannot_be_measured_is_said_before_anything_is(tmp_path: Path, caps
     assert "there is nothing to compare" in run(capsys, "--models", tmp_path, "--only", "headrace bf16")
 
 
-def test_figures_are_on_disk_as_soon_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the second round: the first is there, and shown."""
+def test_a_comparison_that_is_ended_keeps_its_figures_and_leaves_no_server(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "hf", max_positions=2048)
     file = tmp_path / "now.json"
-
-    def interrupted(*_: object) -> Iterator[dict[str, Any]]:
-        yield entry("headrace q4_1", 0, 50.0)
-        assert json.loads(file.read_text())["entries"] == [entry("headrace q4_1", 0, 50.0)]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("headrace.bench.compare.measure", interrupted)
-    assert main(["--only", "headrace q4_1", "--json", str(file)]) == 130
-    assert json.loads(file.read_text())["entries"] == [entry("headrace q4_1", 0, 50.0)]
+    flags = ["--only", "headrace bf16", "--workloads", "W1", "--rounds", "1000", "--threads", "1", "--json", str(file)]
+    command = [sys.executable, "-m", "headrace.bench.compare", "--models", str(tmp_path), *flags]
+    with psutil.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        while not (file.exists() and '"W1"' in file.read_text()) and program.poll() is None:
+            time.sleep(0.1)
+        servers = program.children(recursive=True)
+        program.send_signal(signal.SIGTERM)
+        said, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, said
+    assert "interrupted" in said and "start, bf16" in said and "W1, bf16" in said
+    assert servers and not any(server.is_running() for server in servers)
+    entries = json.loads(file.read_text())["entries"]
+    assert [entry["load"] for entry in entries[:2]] == ["start", "W1"]
+    assert all(entry["figures"]["errors"] == 0 and entry["figures"]["PSS MiB"] > 30 for entry in entries[1:])
