@@ -153,7 +153,7 @@ def find(method: str, path: str, received: str = "") -> Place:
             if match is not None:
                 place = Place(endpoint, match["id"])
                 break
-    if place is None:
+    if place is None or (path == "/" and method == "POST"):  # the base URL, with nothing behind it
         raise unknown(method, path, received or path)
     if method not in place.endpoint.methods and not (method == "HEAD" and "GET" in place.endpoint.methods):
         raise errors.method_not_allowed(method, _shown(place.endpoint.path), place.endpoint.methods)

@@ -100,6 +100,14 @@ def test_a_beginning_and_a_slip_name_what_was_meant(path: str, meant: str) -> No
     assert refusal.value.message == f"There is no POST {path} on this gateway. Did you mean {meant}?"
 
 
+@pytest.mark.parametrize("path", ["/", "/api", "/v1/", "/api/v1", "/openai/v1/"])
+def test_a_request_to_the_base_url_itself_is_told_what_belongs_behind_it(path: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        find("POST", canonical(path), path)
+    assert (refusal.value.status, refusal.value.code) == (404, "unknown_endpoint")
+    assert "/v1/chat/completions answers" in refusal.value.message
+
+
 def test_a_wrong_method_says_which_is_right() -> None:
     with pytest.raises(ApiError) as refusal:
         find("GET", canonical("/v1/responses/"))
