@@ -45,11 +45,7 @@ class EngineClient:
     """Owns the core process: starts it, watches it, restarts it, and carries requests to it and tokens back."""
 
     def __init__(
-        self,
-        settings: EngineSettings,
-        metrics: EngineMetrics | None = None,
-        *,
-        start_core: StartCore = start_core,
+        self, settings: EngineSettings, metrics: EngineMetrics | None = None, *, start_core: StartCore = start_core
     ) -> None:
         """`start_core` gives a process that waits for its settings, at first and after every death."""
         self.settings = settings
