@@ -215,6 +215,13 @@ def test_tokens_are_counted_by_the_upstream_that_can(gateway: ThreadedGateway, u
     assert upstream.last.json == {**TO_COUNT, "model": "Real/Name"}
 
 
+def test_a_malformed_request_is_not_counted(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    upstream.script(replies.anthropic_error(400, "messages: must be a list", type="invalid_request_error"))
+    answer = gateway.client.post("/v1/messages/count_tokens", json={**TO_COUNT, "messages": 5})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "messages: must be a list")
+    assert answer.json()["type"] == "error"
+
+
 def test_count_tokens_is_an_estimate_where_the_upstream_cannot_count(
     gateway: ThreadedGateway, upstream: FakeUpstream
 ) -> None:
