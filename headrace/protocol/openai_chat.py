@@ -45,6 +45,7 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     """Variables for the model's chat template."""
     documents: list[dict[str, object]] | None = None
     """For templates that quote them, as those of RAG models do."""
+    echo: bool | None = None
     chat_template: str | None = None
     """Instead of the model's own; only where the server trusts its clients with it."""
 
@@ -81,6 +82,18 @@ def template_variables(kwargs: dict[str, object] | None) -> dict[str, Any]:
                 f"chat_template_kwargs.{name}", f"`chat_template_kwargs` may not set `{name}`; it has its own field."
             )
     return variables
+
+
+def echoed(fields: ChatFields) -> str:
+    """What `echo` puts before every answer: the text of the last message. Raises ApiError (400) unless that is the
+    assistant's, as the answer is."""
+    last = fields.messages[-1] if fields.messages else {}
+    if not fields.echo or not isinstance(last, dict):
+        return ""
+    if last.get("role") != "assistant":
+        message = "`echo` repeats the last message where it is the assistant's, before the answer; this one is not."
+        raise errors.invalid_value("echo", message)
+    return _text(last.get("content"), f"messages[{len(fields.messages) - 1}].content", "assistant")
 
 
 def plain_messages(messages: Sequence[dict[str, object]], *, knows_developer: bool) -> list[dict[str, object]]:

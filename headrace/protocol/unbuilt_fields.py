@@ -80,7 +80,6 @@ UNBUILT: Mapping[str, Unbuilt] = {
     "samplers": _PLAIN,
     "n_probs": Unbuilt(_one_of(0), "Use `logprobs`."),
     # Template and input.
-    "echo": Unbuilt(advice="It works on /v1/completions."),
     "mm_processor_kwargs": _PLAIN,
     "media_io_kwargs": _PLAIN,
     "reasoning_effort": Unbuilt(_one_of("none"), _CHAT_ONLY),

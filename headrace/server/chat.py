@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headrace.protocol import errors, openai_chat
-from headrace.protocol.answers import AnswerHead, Delta
+from headrace.protocol.answers import AnswerHead, Content, Delta
 from headrace.protocol.openai_chat import ChatAnswer, ChatFields
-from headrace.protocol.sampling import SamplingFields, num_generated, sampling_params, text_rules
+from headrace.protocol.sampling import SamplingFields, sampling_params, text_rules
 from headrace.protocol.tools import ToolRequest, tool_request
 from headrace.server.best_of import best_choices
 from headrace.server.chat_format import ChatFormat
@@ -39,6 +40,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
     serving.ready_info()
     fields, sampling = await read_request(serving, exchange, ChatFields)
     options = stream_options(sampling, serving.settings.force_include_usage)
+    echo = openai_chat.echoed(fields)
     chat = await begin_chat(serving, exchange, fields, sampling, prefix="chatcmpl")
     answer = ChatAnswer(
         chat.head,
@@ -49,8 +51,21 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
         if sampling.prompt_logprobs is not None
         else None,
     )
+    deltas = _behind(echo, chat.deltas) if echo else chat.deltas
     with serving.generating():
-        await reply(exchange, chat.deltas, answer, chat.tally, stream=bool(sampling.stream), options=options)
+        await reply(exchange, deltas, answer, chat.tally, stream=bool(sampling.stream), options=options)
+
+
+async def _behind(text: str, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    """Every choice begins with `text`."""
+    begun: set[int] = set()
+    async with aclosing(deltas) as stream:  # type: ignore[type-var]
+        async for delta in stream:
+            if delta.prompt_logprobs is None and delta.index not in begun:
+                begun.add(delta.index)
+                parts = None if delta.parts is None else (Content(text), *delta.parts)
+                delta = msgspec.structs.replace(delta, text=text + delta.text, parts=parts)
+            yield delta
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ async def begin_chat(
     """
     limits = serving.limits()
     serving.names.check(fields.model)
-    serving.check_sequences(1, num_generated(sampling))
+    serving.check_sequences(1, sampling)
     max_tokens, max_tokens_field = openai_chat.asked_max_tokens(fields, sampling.max_tokens)
     logprobs = openai_chat.asked_logprobs(fields, limits.max_logprobs)
     bad_words = await serving.bad_words(sampling)

@@ -11,7 +11,7 @@ import msgspec
 from headrace.protocol import errors, openai_completions
 from headrace.protocol.answers import Delta
 from headrace.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionAnswer, CompletionFields, Prompt
-from headrace.protocol.sampling import num_generated, sampling_params, text_rules
+from headrace.protocol.sampling import sampling_params, text_rules
 from headrace.protocol.token_limits import check_token_ids
 from headrace.server.best_of import best_choices
 from headrace.server.generation import GenerationRequest, generate_all
@@ -37,7 +37,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
     grammar = await serving.grammar(exchange, sampling)
     priority = serving.priority(exchange, sampling)
     prompts = openai_completions.prompts(fields)
-    serving.check_sequences(len(prompts), num_generated(sampling))
+    serving.check_sequences(len(prompts), sampling)
     read = await serving.encode(prompts, fields.add_special_tokens is not False)
     serving.check_queued_tokens(read)
 

@@ -23,7 +23,7 @@ from headrace.protocol import errors
 from headrace.protocol.answers import AnswerHead
 from headrace.protocol.errors import ApiError
 from headrace.protocol.ipc import BACKGROUND_PRIORITY, ControlAction, EngineInfo, GrammarSpec, StepStats
-from headrace.protocol.sampling import ModelLimits, SamplingFields
+from headrace.protocol.sampling import ModelLimits, SamplingFields, num_generated
 from headrace.protocol.structured_output import JSONStyle, asked_grammar
 from headrace.protocol.token_limits import WordTokens, check_bad_words, truncated
 from headrace.server.chat_format import ChatFormat
@@ -183,11 +183,12 @@ class Serving:
             )
         return (fields.priority or 0) + (BACKGROUND_PRIORITY if exchange.is_background else 0)
 
-    def check_sequences(self, num_prompts: int, n: int) -> None:
+    def check_sequences(self, num_prompts: int, sampling: SamplingFields) -> None:
         """Raises ApiError (400) for more answers than would find a place were nobody else there."""
+        n = num_generated(sampling)
         running, waiting = self.ready_info().max_running, self.engine_settings.max_num_queued_reqs
         if num_prompts * n > running + waiting:
-            param = "prompt" if num_prompts > 1 else "n"
+            param = "prompt" if num_prompts > 1 else "n" if n == sampling.n else "best_of"
             raise errors.too_many_sequences(param, num_prompts, n, running=running, waiting=waiting)
 
     def check_queued_tokens(self, prompts: Sequence[list[int]]) -> None:

@@ -58,7 +58,7 @@ async def streaming(server: Server, **body: object) -> AsyncIterator[httpx.Respo
         ({"prompt": ["b"] * (PLACES + 1)}, "prompt", "11 answers"),
         ({"prompt": ["b"] * 6, "n": 2}, "prompt", "12 answers (6 prompts, 2 each)"),
         ({"n": PLACES + 1}, "n", "11 answers"),
-        ({"best_of": PLACES + 1}, "n", "11 answers"),
+        ({"best_of": PLACES + 1}, "best_of", "11 answers"),
     ],
 )
 def test_more_answers_than_an_idle_server_has_places_for_are_refused_naming_limits_and_the_way(

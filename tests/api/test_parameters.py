@@ -93,6 +93,31 @@ async def test_echo_with_logprobs_streams_the_prompts_scores_first() -> None:
     assert offsets[:2] == [10, 15]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_in_a_chat_puts_the_message_that_is_continued_before_every_answer(stream: bool) -> None:
+    asked = {"echo": True, "continue_final_message": True, "n": 2, "stream": stream, "logprobs": True}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]},
+    ]
+    async with asgi_client(make_app(ScriptedEngine())) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": messages, **asked})
+        plain = await client.post("/v1/chat/completions", json={"messages": messages, **asked, "echo": False})
+    texts = [_texts(a, stream) for a in (answer, plain)]
+    assert texts[0] == ["Well, " + text for text in texts[1]] and len(texts[0]) == 2
+
+
+def _texts(answer: httpx.Response, stream: bool) -> list[str]:
+    """The content of each choice."""
+    if not stream:
+        return [choice["message"]["content"] for choice in answer.json()["choices"]]
+    found: dict[int, str] = {}
+    for event in events(answer.text)[:-1]:
+        for choice in json.loads(event)["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return [text for _, text in sorted(found.items())]
+
+
 async def test_max_tokens_zero_scores_a_prompt_and_generates_nothing() -> None:
     engine = ScriptedEngine()
     answer = await complete(engine, echo=True, logprobs=0, max_tokens=0)

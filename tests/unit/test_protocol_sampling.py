@@ -192,7 +192,6 @@ def test_an_override_without_meaning_is_refused() -> None:
         {"parallel_tool_calls": True},
         {"use_beam_search": False},
         {"suffix": None},
-        {"echo": False},
         {"length_penalty": 1.0},
         {"cache_prompt": True},
         {"service_tier": "auto"},
