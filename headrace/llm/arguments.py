@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from headrace.config.errors import ConfigError
 from headrace.llm.params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -20,6 +22,14 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 PROMPT_FORMS = "a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+def model_name(model: object) -> str | None:
+    """Of a directory, a file or a hub id. Raises ConfigError for what is none of them."""
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"LLM: model is a directory, a .gguf file or a hub id, and not {_kind(model)}.")
+    return name
 
 
 def many_prompts(prompts: Prompt | Iterable[Prompt]) -> tuple[Iterable[Any], int | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -27,6 +28,7 @@ from headrace.llm.arguments import (
     Prompt,
     many_conversations,
     many_prompts,
+    model_name,
     one_each,
     text_and_ids,
 )
@@ -67,7 +69,7 @@ QUEUED_REQUESTS = 32
 class LLM:
     """A loaded model. Calls from several threads are done one after another."""
 
-    def __init__(self, model: str | None = None, **flags: object) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **flags: object) -> None:
         """`model`: a directory, a .gguf file or a hub id; None is the bundled one. `flags` are those of
         `headrace serve` with underscores for dashes, which are vLLM's: max_model_len=4096, dtype="float32".
 
@@ -77,7 +79,7 @@ class LLM:
             flag = FLAG_BY_NAME.get(canonical(name))
             if flag is not None and (flag.group == ADDRESS or flag.name == "max-num-queued-tokens"):
                 raise ConfigError(f"LLM: {name} belongs to the server; in process there is none. Leave it out.")
-        launch = load_given(parse_table(flags, model))
+        launch = load_given(parse_table(flags, model_name(model)))
         for notice in launch.notices:
             logger.warning("%s", notice)
         engine, server = launch.engine, launch.server

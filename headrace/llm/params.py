@@ -17,9 +17,9 @@ from headrace.protocol import ipc
 from headrace.protocol.errors import ApiError
 from headrace.protocol.sampling import ModelLimits, SamplingFields, sampling_params, text_rules
 from headrace.protocol.structured_output import USUAL_STYLE, JSONStyle, asked_grammar
-from headrace.protocol.token_limits import WordTokens, check_bad_words
+from headrace.protocol.token_limits import ANY_VOCABULARY, WordTokens, check_bad_words
 
-_ANY_MODEL = ModelLimits(max_model_len=2**31, vocab_size=2**31, eos_token_ids=(), max_logprobs=2**31)
+_ANY_MODEL = ModelLimits(max_model_len=2**31, vocab_size=ANY_VOCABULARY, eos_token_ids=(), max_logprobs=2**31)
 _UNBUILT = ("logits_processors",)
 
 

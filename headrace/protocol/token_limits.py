@@ -15,6 +15,8 @@ MAX_BAD_WORD_CHARS = 1024
 MAX_LOGPROB_TOKEN_IDS = 1024
 MAX_PATTERN_TOKENS = 1024
 MAX_REPEATED_TOKENS = 65536
+ANY_VOCABULARY = 2**31
+"""More tokens than any model has, where it is not known which model is meant."""
 
 TruncationSide = Literal["left", "right"]
 WordTokens = tuple[tuple[int, ...], ...]
@@ -32,7 +34,8 @@ def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> 
     """Raises ApiError (400) naming the first id that the vocabulary does not have."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        allowed = f"this model's vocabulary is 0 to {vocab_size - 1}"
+        known = vocab_size < ANY_VOCABULARY
+        allowed = f"this model's vocabulary is 0 to {vocab_size - 1}" if known else "no vocabulary has it"
         raise errors.invalid_value(param, f"`{param}` holds the token id {errors.quoted(wrong)}; {allowed}.")
 
 

@@ -207,6 +207,7 @@ def test_what_is_left_out_takes_the_model_authors_default(model: Path, llm: LLM)
         ({"repetition_detection": {"most": 3}}, "most"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one of json, regex"),
         ({"structured_outputs": {"jason": {}}}, "jason"),
+        ({"logit_bias": {-5: 1.0}}, "`logit_bias` holds the token id -5; no vocabulary has it"),
     ],
 )
 def test_sampling_params_are_checked_where_they_are_written(fields: dict, said: str) -> None:
@@ -221,6 +222,19 @@ def test_what_is_not_built_and_what_the_model_is_not_for_is_refused_by_name(llm:
     for ask in (lambda: llm.embed(["x"]), lambda: llm.encode("x"), lambda: llm.score("x", "y")):
         with pytest.raises(ValueError, match='runner="pooling"'):
             ask()
+
+
+@pytest.mark.parametrize("model", [5, b"model", ["model"], {"model": "m"}])
+def test_a_model_that_is_no_name_is_refused_as_such(model: object) -> None:
+    with pytest.raises(ConfigError, match="hub id, and not of type"):
+        LLM(model)  # type: ignore[arg-type]
+
+
+def test_a_model_may_be_a_path(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 1"):
+        LLM(model, max_model_len=1)
+    with pytest.raises(ConfigError, match="does not exist"):
+        LLM(tmp_path / "nothing")
 
 
 def test_flags_that_cannot_work_are_all_named(model: Path) -> None:
