@@ -142,7 +142,8 @@ class App:
     async def _preflight(self, exchange: Exchange, origin: bytes) -> None:
         cors = self._cors(origin)
         if cors[0][0] != b"access-control-allow-origin":
-            raise errors.origin_not_allowed(origin.decode("latin-1"))
+            advice = "Add it to `allowed_origins` in `[server]` of the configuration."
+            raise errors.origin_not_allowed(origin.decode("latin-1"), advice)
         wanted = exchange.headers.get(b"access-control-request-headers", b"")
         allows = [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),

@@ -79,7 +79,7 @@ class Attempts:
     async def run(self) -> None:
         """Answers the exchange. Raises ApiError when no upstream did."""
         if self.request.stream:
-            self.exchange.open_after(self.snapshot.listen.hold_back_s, self.gateway_headers)
+            self.exchange.open_after(self.snapshot.listen.hold_back_s, self._announce)
         failure: UpstreamFailure | None = None
         for place, attempt in enumerate(self.route.attempts):
             is_last = place == len(self.route.attempts) - 1
@@ -278,6 +278,11 @@ class Attempts:
                     answer.finish()
                 else:
                     answer.close()
+
+    def _announce(self) -> list[tuple[bytes, bytes]]:
+        """What a stream says that begins before anything of the answer is there."""
+        self.progress.announced = self.progress.attempt
+        return self.gateway_headers()
 
     def gateway_headers(self) -> list[tuple[bytes, bytes]]:
         """What the answer says about its way here."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.body import Fields
+from headrace.gateway.error_forms import comment
 from headrace.gateway.request import Call, Request
 from headrace.gateway.route import Attempt
 from headrace.gateway.stream import choices_of, data_of, events
@@ -136,8 +137,7 @@ def continued(call: Call, before: Said) -> Call | None:
 
 def mark(upstream: str, cause: str) -> bytes:
     """A comment in the stream, at the place where another goes on. `cause`: upstream:code of what broke."""
-    text = f"continued by {upstream} after {cause}"
-    return (": " + "".join(c if " " <= c <= "~" else "?" for c in text) + "\n\n").encode()
+    return comment(f"continued by {upstream} after {cause}")
 
 
 def as_one(value: dict[str, Any], before: Said) -> bytes:

@@ -15,6 +15,7 @@ from headrace.gateway import headers, upstream_errors
 from headrace.gateway.body import Fields
 from headrace.gateway.continuation import Record, Said, as_one, mark
 from headrace.gateway.deadline import Deadline
+from headrace.gateway.error_forms import comment
 from headrace.gateway.estimate import estimate_tokens
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.progress import Progress
@@ -118,8 +119,16 @@ class Delivery:
         self.deadline.began()
         if self._before is None:
             self.progress.ttft_s = time.perf_counter() - self.exchange.began_s
-            await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
+            held = await self._open() + held
         await self.exchange.end(await self._pass_on(answer, watch, framer, held, unseen))
+
+    async def _open(self) -> bytes:
+        """Begin the stream. Returns what stands before the answer: whose it is, where the head named another."""
+        await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
+        announced, attempt = self.progress.announced, self.progress.attempt
+        if announced is None or attempt is None or announced is attempt:
+            return b""
+        return comment(f"answered by {attempt.upstream.name} with {attempt.model}")
 
     def said(self) -> Said | None:
         """What the client has of the answer, where somebody else can go on with it."""
@@ -329,8 +338,7 @@ class Delivery:
             progress.is_estimate = used.estimated
         progress.ttft_s = time.perf_counter() - self.exchange.began_s
         self.committed = True
-        await self.exchange.stream(200, [*headers.EVENT_STREAM, *self.gateway_headers])
-        await self.exchange.end(said)
+        await self.exchange.end(await self._open() + said)
 
     async def _whole(self, answer: UpstreamAnswer) -> None:
         body, top = await self._read_checked(answer)

@@ -38,3 +38,8 @@ def in_band(
 def keep_alive(form: ErrorForm) -> bytes:
     """What tells the client and the boxes between that the connection lives."""
     return b'event: ping\ndata: {"type": "ping"}\n\n' if form == "anthropic" else b": keep-alive\n\n"
+
+
+def comment(text: str) -> bytes:
+    """Between two events, for people and not for clients."""
+    return (": " + "".join(c if " " <= c <= "~" else "?" for c in text) + "\n\n").encode()

@@ -25,6 +25,8 @@ class Progress(msgspec.Struct):
 
     route: Route
     attempt: Attempt | None = None
+    announced: Attempt | None = None
+    """That which was under way when a stream had to begin without a word of the answer."""
     num_attempts: int = 0
     watch: Watch | None = None
     """The stream that is being passed on."""

@@ -229,8 +229,8 @@ def _unauthorized(code: str, message: str) -> ApiError:
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
-def origin_not_allowed(origin: str) -> ApiError:
-    message = f"The origin {quoted(origin)} is not allowed by this server. Start it with --allowed-origins."
+def origin_not_allowed(origin: str, advice: str = "Start it with --allowed-origins.") -> ApiError:
+    message = f"The origin {quoted(origin)} is not allowed by this server. {advice}"
     return ApiError(403, message, type="permission_error", code="origin_not_allowed")
 
 

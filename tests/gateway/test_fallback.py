@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,3 +237,26 @@ def test_replicas_share_the_load_and_a_session_stays_with_one(
         for _ in range(8):
             own.client.post(CHAT, json=body(), headers={"x-claude-code-session-id": "one"})
         assert sorted((len(first.requests), len(second.requests))) == [0, 8]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_stream_whose_head_had_to_name_another_says_who_answered(
+    gateway: ThreadedGateway, first: FakeUpstream, second: FakeUpstream, path: str, whole: bool
+) -> None:
+    before = gateway.state.snapshot
+    gateway.state.snapshot = replace(before, listen=replace(before.listen, hold_back_s=0.6))
+    mark = ": answered by second with big\n\n"
+    asked = {"model": "fake", "max_tokens": 5, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+    asked = {"model": "fake", "stream": True, "input": "Hi"} if path == "/v1/responses" else asked
+    try:
+        first.answer = replies.html(502).slow(head_s=0.4)
+        if whole:
+            second.answer = replies.responses() if path == "/v1/responses" else replies.chat()
+        answer = gateway.client.post(path, json=asked)
+        assert (answer.status_code, answer.headers["x-gateway-upstream"]) == (200, "first")
+        assert answer.text.count(mark) == 1
+        first.answer = replies.html(502)
+        assert mark not in gateway.client.post(path, json=asked).text, "the head names the one that answered"
+    finally:
+        gateway.state.snapshot = before
