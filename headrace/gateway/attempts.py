@@ -138,6 +138,7 @@ class Attempts:
             except UpstreamFailure as error:
                 failure = error
                 repeats = error.repeats and number < upstream.max_retries and _wait_s(error) <= RETRY_AFTER_BUDGET_S
+                repeats = repeats or (error.elsewhere and number + 1 < len(replicas))
                 self.progress.causes.append(f"{upstream.name}:{error.error.code}")
                 self.state.metrics.attempt_failed(
                     upstream.name,

@@ -133,16 +133,18 @@ def _check_batch_allowed(record: KeyRecord, plan: Plan | None) -> None:
 async def stored_response(
     state: GatewayState, snapshot: Snapshot, exchange: Exchange, place: Place, record: KeyRecord
 ) -> None:
-    """GET, DELETE, cancel and input items of a response. Its id is the upstream's own, so those that may have it are
-    asked one after the other."""
+    """GET, DELETE, cancel and input items of a response. Its id is the upstream's own, so those that may have it, and
+    their replicas, are asked one after the other."""
     body = await exchange.body(snapshot.listen.max_body_bytes) if exchange.method == "POST" else None
     path, owner = _path(place)
     first = _upstream(state, snapshot, record, owner, _query(exchange).get("model"))
     others = [u for u in _reachable(state, snapshot, record) if u.dialect == "openai" and u.name != first.name]
     failures: list[ApiError] = []
-    for upstream in [first] if owner is not None else [first, *others]:
+    candidates = [first] if owner is not None else [first, *others]
+    for upstream, replica in [(u, replica) for u in candidates for replica in range(len(u.base_urls))]:
+        content_type = _JSON.encode() if body else None
         try:
-            return await _pass(state, exchange, upstream, path, body, _JSON.encode() if body else None)
+            return await _pass(state, exchange, upstream, path, body, content_type, replica=replica)
         except ApiError as error:
             if error.status not in (404, 502) or exchange.status is not None:
                 raise
@@ -232,6 +234,8 @@ async def _pass(
     body: bytes | None,
     content_type: bytes | None,
     owner: Owner | None = None,
+    *,
+    replica: int = 0,
 ) -> None:
     """One request as it is. With an owner, ids in a JSON answer get their upstream, and lists hold what is the
     owner's: as many pages are asked for as it takes to find some. Raises ApiError."""
@@ -247,7 +251,7 @@ async def _pass(
         try:
             async with asyncio.timeout(upstream.timeouts.total_s):
                 for _ in range(MAX_PAGES):
-                    url = upstream.url(path) + (f"?{urlencode(query)}" if query else "")
+                    url = upstream.url(path, replica) + (f"?{urlencode(query)}" if query else "")
                     answer = await state.clients.of(upstream).send(method, url, sent, body)
                     try:
                         after = await _relay(exchange, upstream, answer, owner)

@@ -53,14 +53,17 @@ class UpstreamFailure(Exception):
         *,
         falls_back: bool = True,
         repeats: bool = False,
+        elsewhere: bool = False,
         counts: bool = True,
         retry_after_s: float | None = None,
     ) -> None:
-        """`repeats`: the same upstream may well answer if asked again. `counts`: for its breaker."""
+        """`repeats`: the same upstream may well answer if asked again. `elsewhere`: another replica may have what this
+        one has not. `counts`: for its breaker."""
         super().__init__(error.message)
         self.error = error
         self.falls_back = falls_back
         self.repeats = repeats
+        self.elsewhere = elsewhere
         self.counts = counts
         self.retry_after_s = retry_after_s
 
@@ -169,7 +172,8 @@ def from_status(upstream: Upstream, status: int, headers: Mapping[bytes, bytes],
         return UpstreamFailure(error, counts=False)
     if status == 404 and names_thing(fields):
         code = str(fields.get("code") or "not_found")
-        return UpstreamFailure(ApiError(404, text, code=code, param=_param(fields)), falls_back=False, counts=False)
+        error = ApiError(404, text, code=code, param=_param(fields))
+        return UpstreamFailure(error, falls_back=False, elsewhere=True, counts=False)
     if status in (404, 405, 501):
         said = f": {text.rstrip('.')}" if fields else ""
         detail = f"it has no such endpoint (status {status}{said}); check its base_url, or the model cannot do this"

@@ -330,6 +330,22 @@ def test_a_response_is_not_found_where_one_keeps_none_and_the_other_has_it_not(
     assert gateway.client.get("/v1/responses/resp_9").json()["error"]["code"] == "upstream_unreachable"
 
 
+def test_a_stored_response_is_looked_for_at_every_replica(tmp_path, first: FakeUpstream, second: FakeUpstream) -> None:
+    missing = replies.error(404, "Response with id 'resp_9' not found.")
+    first.answer = missing
+    entry = {"urls": [first.url + "/v1", second.url + "/v1"], "models": ["fake"], "max_retries": 0}
+    with threaded_gateway(tmp_path, providers(main=entry)) as own:
+        for second.answer, status in ((replies.responses("found"), 200), (missing, 404)):
+            got = own.client.get("/v1/responses/resp_9")
+            more = [
+                own.client.post(
+                    "/v1/responses", json={"model": "fake", "input": text, "previous_response_id": "resp_9"}
+                )
+                for text in ("a", "b", "c", "d")  # wherever each of them goes first
+            ]
+            assert {each.status_code for each in (got, *more)} == {status}
+
+
 def test_an_endpoint_that_is_lacking_is_the_upstreams_fault(gateway: ThreadedGateway, first: FakeUpstream) -> None:
     texts = ("Not Found", "Invalid URL (POST /v1/rerank)", "There is no file or route /v1/rerank", "no such endpoint")
     for reply in (LACKS_IT, *(replies.error(404, text) for text in texts)):
