@@ -76,7 +76,7 @@ class Blocks:
         block = self._known[key]
         if block not in self._queue:
             if text.strip():
-                raise invalid_answer("a part of a tool call came after its arguments were complete.")
+                raise invalid_answer("a part of it came after what it belongs to was complete.")
             return []
         if text:
             block.pieces.append(text)
