@@ -34,7 +34,7 @@ from headrace.planner.memory import MemoryPlan, plan_memory
 from headrace.protocol import ipc
 from headrace.protocol.message_socket import MessageSocket, PeerGone
 from headrace.runtime.core_process import die_with_parent
-from headrace.runtime.devices import choose_kernels, instruction_set, thread_notes
+from headrace.runtime.devices import DeviceLost, choose_kernels, instruction_set, thread_notes
 from headrace.runtime.grammar_gate import GrammarGate
 from headrace.runtime.grammar_store import GrammarStore, compiler_of
 from headrace.runtime.memory import device_memory_bytes, measure
@@ -196,6 +196,8 @@ class EngineCore:
     def _execute(self, plan: Plan) -> list[ipc.SequenceOutput]:
         try:
             result = self._runner.execute(plan)
+        except DeviceLost:
+            raise  # no request is at fault, and only another process can do them again
         except Exception as error:
             guilty = frozenset(error.seq_ids) if isinstance(error, BrokenSequences) else frozenset()
             if len(plan.steps) > 1 and len(guilty) < len(plan.steps):

@@ -160,6 +160,7 @@ def pretend_cuda(
     _memory = memory or Memory()
     answers = {
         "is_available": True,
+        "synchronize": None,
         "get_device_name": "Pretended GPU",
         "get_device_capability": (9, 0),
     }

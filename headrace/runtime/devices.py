@@ -144,6 +144,22 @@ def _cuda_kernels(settings: EngineSettings, config: ModelConfig) -> Kernels | No
     )
 
 
+class DeviceLost(Exception):
+    """The device computes nothing more in this process, whoever asks. Another process may be luckier."""
+
+
+def check_device(device: str) -> None:
+    """After something failed: raises DeviceLost if all that follows would fail too."""
+    if device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise DeviceLost(f"the GPU is lost to this process: {error}") from error
+
+
 def has_gpu() -> bool:
     """Whether the system shows an NVIDIA GPU, without importing torch to ask."""
     return any(Path(place).exists() for place in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))

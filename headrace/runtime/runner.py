@@ -23,6 +23,7 @@ from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.batch import build_batch
 from headrace.runtime.choosing import ask, results
 from headrace.runtime.decodes import Decodes
+from headrace.runtime.devices import check_device
 from headrace.runtime.grammar import Grammar, GrammarState
 from headrace.runtime.host_store import HostStore
 from headrace.runtime.pooling import Pooling
@@ -112,7 +113,7 @@ class Runner:
         self._host.clear()
 
     def execute(self, plan: Plan) -> StepResult:
-        """Do one step. Raises BrokenSequences, or whatever the device raised."""
+        """Do one step. Raises BrokenSequences, DeviceLost, or whatever the device raised."""
         started_s = time.perf_counter()
         table = self._table
         for seq_id in plan.dropped:
@@ -141,6 +142,7 @@ class Runner:
         except BaseException as error:
             # The buffers of what failed hang on its frames, and whoever does the work again needs their memory.
             traceback.clear_frames(error.__traceback__)
+            check_device(self.kernels.device)
             for row, num_blocks in grown:
                 table.num_blocks[:, row] = num_blocks
             for sequence in plan.new:

@@ -19,7 +19,9 @@ import torch
 from headrace.config.errors import ConfigError
 from headrace.config.settings import EngineSettings
 from headrace.core import EngineCore
+from headrace.kernels.reference import ReferenceKernels
 from headrace.protocol.ipc import AddRequest, GrammarSpec
+from headrace.runtime.devices import DeviceLost
 from tests.encoder_models import write_pooling, write_random_encoder
 from tests.engine_runs import request, run, tokens
 from tests.parity import test_other_families
@@ -186,3 +188,25 @@ def test_a_gpu_without_bfloat16_gets_float16_or_a_refusal(tmp_path: Path, monkey
             EngineCore(settings(model, dtype="bfloat16"))
     with pretend_cuda(monkeypatch):
         assert EngineCore(settings(model, dtype="auto")).info.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gpu_that_fails_for_good_ends_the_core_and_is_nobody_s_fault(
+    lost: bool, tmp_path: Path, gpu: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An access out of bounds makes every later call fail: requests would be failed one by one for ever."""
+    core = engine(tiny_llama(tmp_path), 4096, device="cuda")
+    asked = request("r", [1, 2, 3], max_tokens=4)
+    with monkeypatch.context() as broken:
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        broken.setattr(ReferenceKernels, "load_batch", fail)
+        if lost:
+            broken.setattr(torch.cuda, "synchronize", fail)
+            with pytest.raises(DeviceLost, match="illegal memory access"):
+                run(core, [asked])
+            return
+        assert run(core, [asked])["r", 0].finish_reason == "error"
+    assert run(core, [asked])["r", 0].finish_reason == "length"
