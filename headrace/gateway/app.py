@@ -91,7 +91,7 @@ class App:
             return await status.answer(state, exchange, kind)
         if snapshot.listen.admin.trusted_proxies:
             exchange.client_ip = self._forwarded_for(exchange)
-        record = state.keys.authenticate(exchange.headers, exchange.client_ip)
+        record = exchange.key = state.keys.authenticate(exchange.headers, exchange.client_ip)
         exchange.answer_headers += state.keys.warning_headers(record)
         if state.is_draining:
             raise errors.gateway_draining()
@@ -171,11 +171,13 @@ def _is_for_api(path: str, scope: Scope) -> bool:
 def _note_refusal(state: GatewayState, exchange: Exchange, path: str, error: ApiError) -> None:
     """An answer that no upstream gave, in metrics and log. Files and batches carry codes that upstreams make up."""
     is_ours = not path.startswith(("/files", "/batches", "/responses/"))
-    state.metrics.refused((error.code if is_ours else None) or f"status_{error.status}")
+    key = exchange.key
+    tag = key.tags[0] if key is not None and key.tags else ""
+    state.metrics.refused((error.code if is_ours else None) or f"status_{error.status}", tag)
     logs.log_request(
         logs.request_fields(
             request_id=exchange.request_id.decode("latin-1"),
-            key_prefix=None,
+            key_prefix=None if key is None else key.prefix,
             method=exchange.method,
             path=exchange.path[:200],
             status=error.status,

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.gateway import error_forms, headers
 from headrace.gateway.paths import ErrorForm
@@ -19,6 +19,9 @@ from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
 from headrace.protocol.http_connection import CLIENT_LEFT, WRITE
 from headrace.protocol.http_cycle import BODY
+
+if TYPE_CHECKING:
+    from headrace.gateway.keys import KeyRecord
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -55,6 +58,8 @@ class Exchange:
         self.client_ip: str = client[0] if client else ""
         self.request_id = headers.request_id(self.headers.get(b"x-request-id"))
         self.form: ErrorForm = "openai"
+        self.key: KeyRecord | None = None
+        """Whose request it is, once that is known."""
         self.answer_headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id)]
         """Go with whatever is answered."""
         self.status: int | None = None

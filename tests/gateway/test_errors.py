@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import logging
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from headrace.gateway.keys import KeyRequest
+from headrace.gateway.snapshot import Limits
 from tests.gateway import replies
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.gateways import ThreadedGateway, provider, providers, threaded_gateway
@@ -132,6 +135,22 @@ def test_a_limit_is_a_429_with_its_numbers_and_asks_nobody(gateway: ThreadedGate
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(refused.headers["retry-after"]) > 1
     assert len(upstream.requests) == 1
+
+
+def test_a_refusal_is_told_of_its_key(gateway: ThreadedGateway, caplog: pytest.LogCaptureFixture) -> None:
+    record, secret = gateway.ledger.store.create(KeyRequest(name="ci", tags=("ci", "x"), limits=Limits(rpm=1)))
+    gateway.ledger.keys.reload()
+    caplog.set_level(logging.INFO)
+    with gateway.client_with(secret) as client:
+        for _ in range(2):
+            client.post(CHAT, json={"model": "fake", "messages": []})
+        client.get("/v1/models/none")
+        client.get("/v1/models", headers={"authorization": "Bearer x"})
+    told = gateway.client.get("/metrics").text
+    for code, tag in (("rate_limit_exceeded", "ci"), ("model_not_found", "ci"), ("invalid_api_key", "")):
+        assert f'headrace_gateway_refused_total{{code="{code}",key_tag="{tag}"}}' in told
+    lines = [vars(each)["fields"] for each in caplog.records if "fields" in vars(each)]
+    assert {line.get("key") for line in lines if line.get("code") == "rate_limit_exceeded"} == {record.prefix}
 
 
 def test_rate_headers_have_the_names_of_the_dialect(gateway: ThreadedGateway) -> None:
