@@ -146,7 +146,7 @@ async def stored_response(
         try:
             return await _pass(state, exchange, upstream, path, body, content_type, replica=replica)
         except ApiError as error:
-            if error.status not in (404, 502) or exchange.status is not None:
+            if error.status not in (400, 404, 502) or exchange.status is not None:
                 raise
             failures.append(error)
     # Where nobody could be asked, it may be; where nobody keeps responses, it is not.
