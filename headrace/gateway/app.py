@@ -175,9 +175,9 @@ def _note_refusal(state: GatewayState, exchange: Exchange, path: str, error: Api
     tag = key.tags[0] if key is not None and key.tags else ""
     state.metrics.refused((error.code if is_ours else None) or f"status_{error.status}", tag)
     logs.log_request(
-        logs.request_fields(
+        logs.RequestLine(
             request_id=exchange.request_id.decode("latin-1"),
-            key_prefix=None if key is None else key.prefix,
+            key=None if key is None else key.prefix,
             method=exchange.method,
             path=exchange.path[:200],
             status=error.status,

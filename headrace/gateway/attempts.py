@@ -17,7 +17,6 @@ from typing import NamedTuple
 from headrace.gateway import headers, upstream_errors
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.continuation import Record, Said, continued, may_continue, takes_over
-from headrace.gateway.deadline import Deadline
 from headrace.gateway.delivery import Delivery
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.progress import Progress
@@ -236,7 +235,7 @@ class Attempts:
         failed: str | None = None
         progress.reached = True
         try:
-            with Deadline(upstream, self.exchange, stream=self.request.stream) as deadline:
+            with state.deadlines.limit(upstream, self.exchange, stream=self.request.stream) as deadline:
                 answer = await client.send("POST", url, sent_headers, call.body)
                 if not 200 <= answer.status < 300:
                     body = await answer.read_error()
@@ -288,14 +287,12 @@ class Attempts:
     def gateway_headers(self) -> list[tuple[bytes, bytes]]:
         """What the answer says about its way here."""
         attempt = self.progress.attempt
-        named = [
+        return [
             (b"x-gateway-attempts", b"%d" % self.progress.num_attempts),
             (b"x-gateway-config-generation", b"%d" % self.snapshot.generation),
+            *(headers.way(attempt.upstream.name, attempt.model) if attempt is not None else ()),
+            *self._rate_headers,
         ]
-        if attempt is not None:
-            named.append((b"x-gateway-upstream", headers.as_value(attempt.upstream.name)))
-            named.append((b"x-gateway-model", headers.as_value(attempt.model)))
-        return [*named, *self._rate_headers]
 
     def _final(self, failure: UpstreamFailure | None) -> ApiError:
         error = failure.error if failure is not None else upstream_errors.none_healthy(self.route.model.name)

@@ -24,7 +24,7 @@ def estimate_tokens(text: bytes) -> int:
 
     b'"hello"' is 2; b'[15339, 1917]' is 2; '"你好世界"' is 4.
     """
-    if _TOKEN_IDS.fullmatch(text):
+    if b'"' not in text and _TOKEN_IDS.fullmatch(text):
         return text.count(b",") + 1
     attachments = 0
     if len(text) > 1024 and b"base64" in text:

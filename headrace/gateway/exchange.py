@@ -17,7 +17,7 @@ from headrace.gateway.paths import ErrorForm
 from headrace.gateway.sent_key import without_keys
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.http_connection import CLIENT_LEFT, WRITE
+from headrace.protocol.http_connection import ANSWER, CLIENT_LEFT, WRITE
 from headrace.protocol.http_cycle import BODY
 
 if TYPE_CHECKING:
@@ -70,14 +70,16 @@ class Exchange:
         """What was last written ends inside an event."""
         self.client_left = False
         self._finished = False
-        self._task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None
+        """That answers, from `watch` on."""
+        self.loop = asyncio.get_running_loop()
         self._when_left: Callable[[Callable[[], object]], None] = scope["extensions"][CLIENT_LEFT]
         self._beat: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._opening_headers: Callable[[], RawHeaders] = list
-        self._loop = asyncio.get_running_loop()
         self._last_write_s = 0.0
         self._writing_since_s: float | None = None
+        self._answer_now: Callable[[int, RawHeaders, bytes], bool] = scope["extensions"][ANSWER]
         self._write_now: Callable[[bytes], bool] = scope["extensions"][WRITE]
         self._body: bytes | None = scope.get(BODY)
         """Where it came along with the head."""
@@ -143,14 +145,14 @@ class Exchange:
 
     def watch(self) -> None:
         self._finished = False
-        self._task = asyncio.current_task()
+        self.task = asyncio.current_task(self.loop)
         self._when_left(self.cut)
 
     def cut(self) -> None:
         """The client is gone: stop the work for it."""
-        if not self._finished and not self.client_left and self._task is not None:
+        if not self._finished and not self.client_left and self.task is not None:
             self.client_left = True
-            self._task.cancel()
+            self.task.cancel()
 
     def unwatch(self) -> None:
         self._finished = True
@@ -163,12 +165,16 @@ class Exchange:
     async def answer(self, status: int, body: bytes, answer_headers: RawHeaders = (_JSON,)) -> None:
         self._finished = True
         length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
-        await self._start(status, [*answer_headers, *length])
-        await self._send({"type": "http.response.body", "body": body})
+        answer_headers = [*answer_headers, *length]
+        if self._answer_now(status, [*answer_headers, *self.answer_headers], body):
+            self.status = status
+        else:
+            await self._start(status, answer_headers)
+            await self._send({"type": "http.response.body", "body": body})
 
     def overhear(self, note: Callable[[bytes], None]) -> None:
         """`note` gets each piece of the answer's body as well."""
-        send, write_now = self._send, self._write_now
+        send, write_now, answer_now = self._send, self._write_now, self._answer_now
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.body":
@@ -181,7 +187,13 @@ class Exchange:
             note(piece)
             return True
 
-        self._send, self._write_now = send_noted, write_noted
+        def answer_noted(status: int, answer_headers: RawHeaders, body: bytes) -> bool:
+            if not answer_now(status, answer_headers, body):
+                return False
+            note(body)
+            return True
+
+        self._send, self._write_now, self._answer_now = send_noted, write_noted, answer_noted
 
     async def answer_error(self, error: ApiError) -> None:
         """As a status with a body, or inside the stream that has begun."""
@@ -210,10 +222,10 @@ class Exchange:
     def open_after(self, seconds: float, opening: Callable[[], RawHeaders]) -> None:
         """Begin the stream with a keep-alive comment if nothing has begun it until then; later ones each 15 s."""
         self._opening_headers = opening
-        self._beat = self._loop.call_later(seconds, self._keep_alive)
+        self._beat = self.loop.call_later(seconds, self._keep_alive)
 
     def _keep_alive(self) -> None:
-        loop = self._loop
+        loop = self.loop
         quiet_s = loop.time() - self._last_write_s
         if self.status is None or (quiet_s >= KEEP_ALIVE_S - 0.1 and not self.mid_event):
             if self._writing_since_s is None:
@@ -227,7 +239,7 @@ class Exchange:
         if self.status is None:
             self.is_streaming = True
             await self._start(200, [*headers.EVENT_STREAM, *self._opening_headers()])
-        self._last_write_s = self._loop.time()
+        self._last_write_s = self.loop.time()
         await self._send({"type": "http.response.body", "body": error_forms.keep_alive(self.form), "more_body": True})
 
     async def stream(self, status: int, answer_headers: RawHeaders, *, events: bool = True) -> None:
@@ -240,7 +252,7 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         """Send a piece of a streamed answer; waits while the client reads more slowly than we write."""
-        self._writing_since_s = self._last_write_s = self._loop.time()
+        self._writing_since_s = self._last_write_s = self.loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._writing_since_s = None
 
@@ -248,7 +260,7 @@ class Exchange:
         """`write` where it needs no waiting; False, and nothing is done, where it does."""
         if self._writing_since_s is not None or not self._write_now(data):
             return False
-        self._last_write_s = self._loop.time()
+        self._last_write_s = self.loop.time()
         return True
 
     @property
@@ -291,7 +303,6 @@ class _Leaving:
     ) -> None:
         self._exchange.unwatch()
         if isinstance(error, asyncio.CancelledError) and self._exchange.client_left:
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            if self._exchange.task is not None:
+                self._exchange.task.uncancel()
             raise ClientGone from None

@@ -113,9 +113,9 @@ def _settle(
             state.prompts.append(transcript.kept(event, record.prompts_kept_s, request.body))
         state.metrics.finished(event, record.tags[0] if record.tags else "")
         logs.log_request(
-            logs.request_fields(
+            logs.RequestLine(
                 request_id=event.request_id,
-                key_prefix=record.prefix,
+                key=record.prefix,
                 method=exchange.method,
                 path=exchange.path,
                 status=event.status,

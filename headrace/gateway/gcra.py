@@ -39,12 +39,14 @@ class Rate:
 
     def remaining(self, now_ns: int) -> int:
         """Units that fit now."""
-        left = self.limit - self.reserved - -(-self._level(now_ns) // PERIOD_NS)
-        return left if left > 0 else 0
+        return self.room(now_ns)[0]
 
-    def reset_ns(self, now_ns: int) -> int:
-        """How long until all units fit again, if nothing more comes and reservations are used in full."""
-        return -(-(self._level(now_ns) + self.reserved * PERIOD_NS) // self.limit)
+    def room(self, now_ns: int) -> tuple[int, int]:
+        """Units that fit now, and how many nanoseconds it takes until all fit again: if nothing more comes, and
+        reservations are used in full."""
+        taken = self._level(now_ns) + self.reserved * PERIOD_NS
+        left = self.limit - -(-taken // PERIOD_NS)
+        return left if left > 0 else 0, -(-taken // self.limit)
 
     def change_limit(self, limit: int, now_ns: int) -> None:
         """Another limit from now on; what is used stays used."""

@@ -106,12 +106,20 @@ def forwarded(
 
 def ignored(received: Mapping[bytes, bytes], dropped: Sequence[str] = ()) -> list[tuple[bytes, bytes]]:
     """The fields that had no effect, in one header: those that the upstream names and those that were left out here."""
-    told = received.get(b"x-headrace-ignored", b"").decode("latin-1").split(",")
-    names = dict.fromkeys(name.strip() for name in [*told, *dropped] if name.strip())
+    told = received.get(b"x-headrace-ignored")
+    if told is None and not dropped:
+        return []
+    named = [*(told or b"").decode("latin-1").split(","), *dropped]
+    names = dict.fromkeys(name.strip() for name in named if name.strip())
     return [(b"x-headrace-ignored", as_value(",".join(names)))] if names else []
 
 
 @functools.lru_cache(maxsize=500)
+def way(upstream: str, model: str) -> RawHeaders:
+    """Who was asked, and for which model."""
+    return (b"x-gateway-upstream", as_value(upstream)), (b"x-gateway-model", as_value(model))
+
+
 def as_value(text: str) -> bytes:
     return "".join(c if " " <= c <= "~" else "?" for c in text).encode()
 

@@ -325,14 +325,14 @@ def _headers(meter: _Meter, now: _Now) -> list[tuple[bytes, bytes]]:
         if not rates:
             continue
         tightest = rates[0] if len(rates) == 1 else min(rates, key=lambda rate: rate.remaining(now.ns))
-        reset_ns = tightest.reset_ns(now.ns)
+        remaining, reset_ns = tightest.room(now.ns)
         if now.dialect == "openai":
             reset = duration(reset_ns)
         else:
             reset = datetime.fromtimestamp(now.s + reset_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         pairs += (
             (names[0], b"%d" % tightest.limit),
-            (names[1], b"%d" % tightest.remaining(now.ns)),
+            (names[1], b"%d" % remaining),
             (names[2], reset.encode()),
         )
     return pairs
@@ -345,7 +345,7 @@ def _text_headers(meter: _Meter, now: _Now) -> dict[str, str]:
 
 def duration(nanoseconds: int) -> str:
     """As OpenAI writes it: 17ms, 1.5s, 6m0s. Rounded up."""
-    milliseconds = -(-nanoseconds // 10**6)
+    milliseconds = -(-nanoseconds // 1_000_000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
     seconds, thousandths = divmod(milliseconds, 1000)

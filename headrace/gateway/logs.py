@@ -4,8 +4,8 @@
      "model":"qwen2-7b-local","upstream":"local","status":200,"outcome":"ok","total_ms":812.4, ...}
 
 The request's path only puts a record into a queue; a thread takes what has gathered, formats it, takes secrets out of
-the finished line (tracebacks included) and writes it. Prompts and answers are never given to the log. When lines come
-faster than they can be written they are dropped and counted: a log must not hold up a request.
+the finished lines (tracebacks included) and writes them. Prompts and answers are never given to the log. When lines
+come faster than they can be written they are dropped and counted: a log must not hold up a request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 
@@ -36,41 +36,44 @@ _RECORD = dict(logging.LogRecord(logger.name, logging.INFO, __file__, 0, "reques
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-def log_request(fields: Mapping[str, Any]) -> None:
-    """One line for one finished request. Names with no value (None) are left out."""
+class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One finished request. What has no value (None) is left out of its line."""
+
+    request_id: str
+    key: str | None = None
+    """What may be shown of it."""
+    method: str
+    path: str
+    status: int
+    client: str | None = None
+    traceparent: str | None = None
+    trace_id: str | None = None
+    model: str | None = None
+    upstream: str | None = None
+    upstream_model: str | None = None
+    outcome: str | None = None
+    code: str | None = None
+    causes: list[str] | None = None
+    stream: bool | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    attempts: int | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+
+
+def log_request(line: RequestLine) -> None:
     if logger.isEnabledFor(logging.INFO):
-        logger.callHandlers(_RequestRecord(fields))
+        logger.callHandlers(_RequestRecord(line))
 
 
 class _RequestRecord(logging.LogRecord):
     """A record without what it would cost to find out where it was made: there is one place only."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.__dict__.update(_RECORD, fields=fields, created=time.time())
+    line: RequestLine
 
-
-def request_fields(
-    *,
-    request_id: str,
-    key_prefix: str | None,
-    method: str,
-    path: str,
-    status: int,
-    client: str | None = None,
-    traceparent: str | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """The fields of a request's line that every request has, then `more` (model, upstream, outcome, times ...)."""
-    return {
-        "request_id": request_id,
-        "key": key_prefix,
-        "method": method,
-        "path": path,
-        "status": status,
-        "client": client,
-        "traceparent": traceparent,
-        **more,
-    }
+    def __init__(self, line: RequestLine) -> None:
+        self.__dict__.update(_RECORD, line=line, created=time.time())
 
 
 class GatewayLog:
@@ -111,22 +114,6 @@ class GatewayLog:
         if record.levelno >= logging.WARNING:
             self._wake.set()
 
-    def line(self, record: logging.LogRecord) -> str:
-        """The finished line, without its end."""
-        values: dict[str, Any] = {
-            "time": f"{_second(int(record.created))}.{int(record.created * 1000) % 1000:03d}Z",
-            "level": record.levelname.lower(),
-        }
-        fields = getattr(record, "fields", None)
-        if fields is None:
-            values |= {"logger": record.name, "message": record.getMessage()}
-        else:
-            values["event"] = record.getMessage()
-            values |= {name: value for name, value in fields.items() if value is not None}
-        if record.exc_text:
-            values["traceback"] = record.exc_text
-        return self.redactor.clean(_encode(values).decode())
-
     def _write_lines(self) -> None:
         while not self._is_closing:
             self._wake.wait(GATHER_S)
@@ -139,17 +126,28 @@ class GatewayLog:
         for _ in range(self._waiting.qsize()):
             record = self._waiting.get()
             try:
-                lines.append(self.line(record))
+                lines.append(_line(record))
             except Exception as error:  # a record that cannot be shown must not end the log
                 lines.append(f'{{"level":"error","message":"log record of {record.name} unreadable: {type(error)}"}}')
         if not lines:
             return
         stream = self._stream or sys.stderr
         try:
-            stream.write("\n".join(lines) + "\n")
+            stream.write(self.redactor.clean("\n".join(lines)) + "\n")
             stream.flush()
         except (OSError, ValueError):
             self.num_dropped += len(lines)
+
+
+def _line(record: logging.LogRecord) -> str:
+    """Without its end, and with whatever secrets are in it."""
+    moment = f"{_second(int(record.created))}.{int(record.created * 1000) % 1000:03d}Z"
+    if isinstance(record, _RequestRecord):
+        return f'{{"time":"{moment}","level":"info","event":"request",' + _encode(record.line).decode()[1:]
+    values = {"time": moment, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+    if record.exc_text:
+        values["traceback"] = record.exc_text
+    return _encode(values).decode()
 
 
 @functools.lru_cache(maxsize=4)
@@ -169,11 +167,8 @@ class _Enqueue(logging.Handler):
         self.lock = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        self.emit(record)
-        return True
-
-    def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()
             record.exc_info = None
         self._accept(record)
+        return True

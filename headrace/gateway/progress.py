@@ -20,6 +20,9 @@ CLIENT_CLOSED_REQUEST = 499
 """In usage, metrics and log only: the client left before there was anything to send."""
 
 
+NOTHING = Usage(0, 0)
+
+
 class Progress(msgspec.Struct):
     """Of one request. `attempt` is the one under way, or the last."""
 
@@ -37,7 +40,7 @@ class Progress(msgspec.Struct):
     reached: bool = False
     """An upstream has begun to work on the prompt for the attempt under way."""
     ttft_s: float | None = None
-    carried: Usage = msgspec.field(default_factory=lambda: Usage(0, 0))
+    carried: Usage = NOTHING
     """Of an answer that broke and was gone on with elsewhere, with what it cost."""
     carried_micros: int = 0
     outcome: Outcome = "error"
@@ -57,7 +60,7 @@ class Progress(msgspec.Struct):
             return Usage(inputs, watch.num_deltas, cached), True
         if self.outcome == "ok" or (self.outcome == "client_left" and self.reached):
             return Usage(request.facts.prompt_tokens, 0), True
-        return Usage(0, 0), False
+        return NOTHING, False
 
     def carry(self, request: Request) -> None:
         """What the attempt under way used stays billed; what comes now is another's."""

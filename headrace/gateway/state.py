@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from headrace.gateway.balance import Balancer
 from headrace.gateway.breaker import Breakers
+from headrace.gateway.deadline import Deadlines
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.limits import Limiter
 from headrace.gateway.metrics import GatewayMetrics
@@ -39,6 +40,7 @@ class GatewayState:
     clients: UpstreamClients = field(default_factory=UpstreamClients)
     breakers: Breakers = field(default_factory=Breakers)
     balancer: Balancer = field(default_factory=Balancer)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     without_responses: set[str] = field(default_factory=set)
     """Upstreams that turned out to have no /responses; requests to them are translated."""
     without_count_tokens: set[str] = field(default_factory=set)

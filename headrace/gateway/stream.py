@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -51,8 +50,7 @@ _MARKS: dict[Wire, tuple[bytes, ...]] = {
 _DELTAS: dict[Wire, bytes] = {"messages": b'"content_block_delta"', "responses": b'.delta"'}
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Tokens as the upstream counted them; `input_tokens` includes the cached ones."""
 
     input_tokens: int
@@ -65,21 +63,19 @@ def read_usage(usage: object) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     if "prompt_tokens" in usage or "completion_tokens" in usage:
-        cached = _count(usage.get("prompt_tokens_details"), "cached_tokens") or _count(usage, "prompt_cache_hit_tokens")
-        return Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        cached = count(cached) or count(usage.get("prompt_cache_hit_tokens"))
+        return Usage(count(usage.get("prompt_tokens")), count(usage.get("completion_tokens")), cached)
     if "input_tokens" not in usage and "output_tokens" not in usage:
-        total = _count(usage, "total_tokens")
+        total = count(usage.get("total_tokens"))
         return Usage(total, 0) if total else None
-    if isinstance(usage.get("input_tokens_details"), dict):
-        cached = _count(usage["input_tokens_details"], "cached_tokens")
-        return Usage(_count(usage, "input_tokens"), _count(usage, "output_tokens"), cached)
-    cached = _count(usage, "cache_read_input_tokens")
-    whole = _count(usage, "input_tokens") + cached + _count(usage, "cache_creation_input_tokens")
-    return Usage(whole, _count(usage, "output_tokens"), cached)
-
-
-def _count(fields: object, name: str) -> int:
-    return count(fields.get(name)) if isinstance(fields, dict) else 0
+    inputs, outputs = count(usage.get("input_tokens")), count(usage.get("output_tokens"))
+    details = usage.get("input_tokens_details")
+    if isinstance(details, dict):
+        return Usage(inputs, outputs, count(details.get("cached_tokens")))
+    cached = count(usage.get("cache_read_input_tokens"))
+    return Usage(inputs + cached + count(usage.get("cache_creation_input_tokens")), outputs, cached)
 
 
 class Framer:

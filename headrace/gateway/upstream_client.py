@@ -134,10 +134,9 @@ class UpstreamClient:
             sent = {**self._own.usual, **headers, **self._own.always}
             if place.origin is None:
                 return UpstreamAnswer(await self._over_tls().send(method, url, list(sent.items()), body))
-            lines = [b"%s: %s\r\n" % pair for pair in sent.items()]
             if body is not None:
-                lines.append(b"content-length: %d\r\n" % len(body))
-            head = b"%s %s%s\r\n" % (method.encode(), place.lines, b"".join(lines))
+                sent[b"content-length"] = b"%d" % len(body)
+            head = b"%s %s%s\r\n\r\n" % (method.encode(), place.lines, b"\r\n".join(map(b": ".join, sent.items())))
             return UpstreamAnswer(await self._plain.send(place.origin, head, body or b""))
         except TimeoutError:
             raise upstream_errors.timed_out(upstream, "connect", upstream.timeouts.connect_s) from None

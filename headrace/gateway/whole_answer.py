@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -34,6 +35,8 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode = msgspec.json.Decoder().decode
 _NULL, _ERROR = msgspec.Raw(b"null"), msgspec.Raw(b'"error"')
+_WANTED: dict[Wire, str] = {"openai": "choices", "messages": "content", "responses": "output"}
+_LIST, _OBJECTS = re.compile(rb"\["), re.compile(rb"\[\s*\{")
 _TELLING = frozenset({"error", "object", "code", "type", "message"})
 
 
@@ -68,18 +71,13 @@ def value_of(upstream: Upstream, text: bytes | msgspec.Raw) -> Any:
 def _lacks(top: Top, endpoint: str, wire: Wire) -> str | None:
     """The field without which it is no answer."""
     if endpoint in ANSWERING:
-        wanted = {"openai": "choices", "messages": "content", "responses": "output"}[wire]
+        wanted = _WANTED[wire]
     elif endpoint == "embeddings":
         wanted = "data"
     else:
         return None
-    value: msgspec.Raw = getattr(top, wanted)
-    try:
-        items = _decode_list(value) if value else None
-    except msgspec.MsgspecError:
-        items = None
-    is_empty = wanted == "choices" and (not items or not bytes(items[0]).startswith(b"{"))
-    return wanted if items is None or is_empty else None
+    needed = _OBJECTS if wanted == "choices" else _LIST
+    return None if needed.match(getattr(top, wanted)) else wanted
 
 
 def _is_list(text: bytes) -> bool:

@@ -2,9 +2,10 @@
 
 It stands where uvicorn's own protocol would, and differs in three ways. A key is checked once a request's head is
 there, so the head itself is bounded in size and in time, and what is no HTTP gets JSON as well. An answer's head
-leaves together with the first piece of its body, in one system call. And three things need no waiting for: a body
+leaves together with the first piece of its body, in one system call. And some things need no waiting for: a body
 that came along with its head is in `scope[BODY]`, `scope["extensions"][CLIENT_LEFT]` takes a function to be called
-when the client leaves, and `[WRITE]` writes a piece of a body where the client takes it at once.
+when the client leaves, and `[ANSWER]` and `[WRITE]` write a whole answer or a piece of a body where the client takes
+it at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
 
 import httptools
@@ -20,7 +21,7 @@ import uvicorn
 
 from headrace.protocol import errors
 from headrace.protocol.errors import ApiError
-from headrace.protocol.http_cycle import STATUS_LINE, Cycle
+from headrace.protocol.http_cycle import STATUS_LINE, Cycle, Headers
 from headrace.protocol.http_upgrade import framing, parser_of_body, request_parser
 
 MAX_HEAD_BYTES = 256 * 1024
@@ -37,6 +38,7 @@ MAX_PIPELINED = 16
 """Requests that wait on a connection for the answer to an earlier one."""
 
 CLIENT_LEFT = "headrace.client_left"
+ANSWER = "headrace.answer"
 WRITE = "headrace.write"
 
 
@@ -55,6 +57,8 @@ class Connection(asyncio.Protocol):
         self._keep_alive_s = float(config.timeout_keep_alive)
         self._parser: Any = request_parser(self)
         self._url = b""
+        self._target = _Target(b"", "", b"", b"")
+        """Of the latest request; a client's next one mostly has the same."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._owes_continue = False
         self._head_bytes = 0
@@ -73,7 +77,7 @@ class Connection(asyncio.Protocol):
         self._patience_s = HEAD_S
         self._timer: asyncio.TimerHandle
         self._when_left: Callable[[], object] | None = None
-        self._extensions = {CLIENT_LEFT: self.when_left, WRITE: self.write}
+        self._extensions = {CLIENT_LEFT: self.when_left, ANSWER: self.answer, WRITE: self.write}
         self._usual_headers: tuple[object, bytes] = (None, b"")
         self._unread_framing: bytes | None = None
         """Of a body behind an offer to upgrade, which the parser did not read."""
@@ -203,8 +207,9 @@ class Connection(asyncio.Protocol):
             raise ValueError("the head is too large")  # the parser ends with an error of its own
         self._head_bytes = 0
         self._waiting_since_s = None
-        url = httptools.parse_url(self._url)
-        path = url.path.decode("ascii")
+        if self._target.url != self._url:
+            self._target = _parsed(self._url)
+        _, path, raw_path, query = self._target
         version = self._parser.get_http_version()
         scope = {
             "type": "http",
@@ -216,9 +221,9 @@ class Connection(asyncio.Protocol):
             "root_path": "",
             "headers": self._headers,
             "method": self._parser.get_method().decode("ascii"),
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
             "extensions": self._extensions,
         }
         if self._parser.should_upgrade():
@@ -275,6 +280,13 @@ class Connection(asyncio.Protocol):
                 self._patience_s = self._keep_alive_s
                 self._waiting_since_s = self.loop.time()
 
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        """The whole answer to the running request. False where it must be sent and waited for instead."""
+        if self._writable is not None or self._answered is None or self._parser is None:
+            return False
+        self._answered.answer(status, headers, body)
+        return True
+
     def write(self, piece: bytes) -> bool:
         """One more piece of the running answer's body. False where it must be sent and waited for instead."""
         if self._writable is not None or self._answered is None or self._parser is None:
@@ -304,6 +316,21 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
         self._is_refused, self._head_bytes = True, 0
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class _Target(NamedTuple):
+    """What a request's first line asks for."""
+
+    url: bytes
+    path: str
+    raw_path: bytes
+    query: bytes
+
+
+def _parsed(url: bytes) -> _Target:
+    parts = httptools.parse_url(url)
+    path = parts.path.decode("ascii")
+    return _Target(url, unquote(path) if "%" in path else path, parts.path, parts.query or b"")
 
 
 def _address(name: object) -> tuple[str, int] | None:

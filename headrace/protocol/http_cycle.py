@@ -158,33 +158,39 @@ class Cycle:
             return
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
+            self._connection.loop.call_soon(self._send_head)
         else:
             self.write(message.get("body", b""), message.get("more_body", False))
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer. Raises RuntimeError as `send` does."""
+        self._start(status, headers)
+        self.write(body, more=False)
 
     def _start(self, status: int, headers: Headers) -> None:
         if self._started:
             raise RuntimeError("An answer began twice.")
-        has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
-        self._chunked = has_body and self.scope["http_version"] != "1.0"  # there the connection's end is the body's
-        self._left_bytes = None if has_body else 0
-        usual, says_close = self._connection.usual_headers(), False
-        lines = [STATUS_LINE[status], usual, *[b"%s: %s\r\n" % pair for pair in headers]]
-        for name, value in headers:
-            if name == b"content-length":
-                self._left_bytes, self._chunked = int(value), False
-            elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive, says_close = False, True
-        if self._chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        if not (self.keep_alive or says_close):
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
-        num_lines = len(lines) - 1 + usual.count(b"\n")
+        told = dict(headers)
+        lines = [*map(b": ".join, headers)]
+        length = told.get(b"content-length")
+        if length is not None:
+            self._left_bytes = int(length)
+        elif self.scope["method"] == "HEAD" or status in (204, 304):
+            self._left_bytes = 0
+        elif self.scope["http_version"] != "1.0":  # there the connection's end is the body's
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked")
+        if b"close" in told.get(b"connection", b"").lower():
+            self.keep_alive = False
+        elif not self.keep_alive:
+            lines.append(b"connection: close")
+        lines += (b"", b"")
+        usual = self._connection.usual_headers()
+        self._head = b"%s%s%s" % (STATUS_LINE[status], usual, b"\r\n".join(lines))
+        num_lines = len(lines) + usual.count(b"\n")
         if self._head.count(b"\n") != num_lines or self._head.count(b"\r") != num_lines:
             raise RuntimeError("A header of the answer has a line end in it.")
         self._started = True
-        self._connection.loop.call_soon(self._send_head)
 
     def _send_head(self) -> None:
         """No piece of a body followed at once."""
@@ -224,5 +230,4 @@ class Cycle:
             return self._connection.transport.close()
         self.keep_alive = False
         body = FAULT.body()
-        self._start(500, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        self.write(body, more=False)
+        self.answer(500, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.gateway import logs
-from headrace.gateway.logs import GatewayLog, log_request, request_fields
+from headrace.gateway.logs import GatewayLog, RequestLine, log_request
 from headrace.gateway.redact import Redactor, clean
 
 KEY = "sk-hr-Zk3vN9qL0aTt2Xw8RmB5yC7dF1gH4jK6"
@@ -49,9 +49,9 @@ def log() -> Iterator[Log]:
 
 def test_a_request_is_one_json_line_without_empty_fields(log: Log) -> None:
     log_request(
-        request_fields(
+        RequestLine(
             request_id="r1",
-            key_prefix="sk-hr-Zk3v",
+            key="sk-hr-Zk3v",
             method="POST",
             path="/v1/chat/completions",
             status=200,
@@ -87,14 +87,24 @@ def test_a_traceback_is_part_of_the_line_and_has_no_secrets(log: Log) -> None:
 
 def test_lines_are_written_in_order_and_none_is_lost_at_the_end(log: Log) -> None:
     for number in range(3000):
-        log_request({"number": number})
+        log_request(RequestLine(request_id="r", method="POST", path="/", status=number))
     log.close()
-    assert [line["number"] for line in log.lines] == list(range(3000))
+    assert [line["status"] for line in log.lines] == list(range(3000))
+
+
+def test_no_secret_of_any_line_is_written(log: Log) -> None:
+    for number in range(50):
+        log_request(RequestLine(request_id=f"r{number}", method="GET", path=f"/v1/{KEY}", status=404))
+        log_request(RequestLine(request_id=f"x-api-key: {UPSTREAM_SECRET}", method="GET", path="/api", status=404))
+    log.close()
+    assert {line["path"] for line in log.lines} == {"/v1/sk-hr-Zk3v[secret]", "/api"}
+    assert {line["request_id"] for line in log.lines[1::2]} == {"x-api-key: [secret]"}
+    assert len(log.lines) == 100
 
 
 def test_lines_that_come_too_fast_are_dropped_and_counted(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_WAITING_LINES", 0)
-    log_request({"number": 1})
+    log_request(RequestLine(request_id="r", method="POST", path="/", status=200))
     assert log.log.num_dropped == 1
 
 

@@ -154,4 +154,6 @@ def told(value: object) -> list[Json]:
 
 def count(value: object) -> int:
     """A number of tokens as an upstream wrote it; 0 for anything else, also for more than any answer can have."""
-    return int(value) if isinstance(value, int | float) and value is not True and 0 <= value <= MAX_TOKENS else 0
+    if (type(value) is int or type(value) is float) and 0 <= value <= MAX_TOKENS:
+        return int(value)
+    return 0
