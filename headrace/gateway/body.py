@@ -147,23 +147,30 @@ def _mismatch(text: bytes) -> errors.ApiError:
 
 
 _BOUNDARY = re.compile(rb'boundary="?([^";]+)"?', re.IGNORECASE)
+MAX_PART_HEAD_BYTES = 16 * 1024
 
 
 def form_field(body: bytes, content_type: bytes, name: str) -> tuple[int, int] | None:
-    """Where the value of a text field stands in a multipart/form-data body, None where it has no such field."""
+    """Where the value of a field stands in a multipart/form-data body, None where it has no such field.
+
+    One walk from part to part, whatever they hold.
+    """
     boundary = _BOUNDARY.search(content_type)
     if boundary is None:
         return None
-    pattern = re.compile(
-        rb"--"
-        + re.escape(boundary[1])
-        + rb'\r\n(?:[^\r\n]+\r\n)*?content-disposition:[^\r\n]*[; ]name="?'
-        + re.escape(name.encode())
-        + rb'"?(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n',
+    wanted = re.compile(
+        rb'\r\ncontent-disposition:[^\r\n]*[; ]name="?' + re.escape(name.encode()) + rb'"?(?:;[^\r\n]*)?\r\n',
         re.IGNORECASE,
     )
-    head = pattern.search(body)
-    if head is None:
-        return None
-    end = body.find(b"\r\n--" + boundary[1], head.end())
-    return None if end < 0 else (head.end(), end)
+    mark = b"\r\n--" + boundary[1]
+    at = 0 if body.startswith(mark[2:]) else body.find(mark) + 2
+    while at != 1:
+        head = at + len(mark) - 2
+        start = body.find(b"\r\n\r\n", head, head + MAX_PART_HEAD_BYTES) + 4
+        if start == 3:
+            return None
+        end = body.find(mark, start - 2)
+        if wanted.search(body, head, start - 2) is not None:
+            return None if end < 0 else (start, max(start, end))
+        at = end + 2
+    return None

@@ -101,3 +101,44 @@ def test_a_form_field_is_found_where_it_stands() -> None:
     span = form_field(body, b"multipart/form-data; boundary=xyz", "model")
     assert span is not None and body[span[0] : span[1]] == b"whisper"
     assert form_field(body, b"multipart/form-data; boundary=xyz", "language") is None
+
+
+FORM = b"multipart/form-data; boundary=x"
+PART = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
+MODEL = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (PART + MODEL + b"--x--\r\n", b"m"),
+        (MODEL + PART + b"--x--", b"m"),
+        (b"to whom it may concern\r\n" + MODEL + b"--x--", b"m"),
+        (b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n\r\n--x--', b""),
+        (b"--x\r\nX: y\r\ncontent-DISPOSITION: form-data; name=model; filename=q\r\nA: b\r\n\r\nzz\r\n--x--", b"zz"),
+        (PART + b"--x--", None),
+        (MODEL[:-3], None),
+        (b"--x--", None),
+        (b"", None),
+    ],
+)
+def test_a_form_is_read_part_by_part(body: bytes, value: bytes | None) -> None:
+    span = form_field(body, FORM, "model")
+    assert (None if span is None else body[span[0] : span[1]]) == value
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"--x\r\n" * 1_000_000,
+        b"--x\r\n\r\n\r\n" * 500_000,
+        b"--x\r\n" + b"content-disposition: form-data\r\n" * 100_000,
+        b"--x\r\ncontent-disposition: " + b" name=" * 500_000 + b"\r\n",
+        PART * 100_000,
+    ],
+    ids=["marks", "empty parts", "headers", "names", "parts"],
+)
+def test_no_form_takes_long(body: bytes) -> None:
+    """Each of these took a search that begins again at every mark hours."""
+    assert form_field(body, FORM, "model") is None
