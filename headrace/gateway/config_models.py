@@ -88,7 +88,11 @@ class Catalogue:
             model = self.models[name]
             more: list[Target] = []
             for item in _as_list(section.table.get("fallbacks")):
-                more += self._fallback(name, section, item)
+                found = self._fallback(name, section, item)
+                asked = {(target.upstream, target.model) for target in (*model.targets, *more)}
+                if found and all((target.upstream, target.model) in asked for target in found):
+                    section.warn("fallbacks", f"names {shown(item)}, which is asked already.")
+                more += found
             if more:
                 self.models[name] = replace(model, targets=tuple(dict.fromkeys((*model.targets, *more))))
 

@@ -163,6 +163,14 @@ def test_a_key_may_be_a_variable_that_is_not_set_where_the_file_says_so(tmp_path
     assert load_config(path, {"LOCAL_KEY": "sk-1"}).upstreams["local"].api_key == "sk-1"
 
 
+@pytest.mark.parametrize("fallback", ['"q"', '"local"', '{ upstream = "local", model = "q" }'])
+def test_a_fallback_to_where_a_model_is_asked_first_is_a_warning(tmp_path: Path, fallback: str) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text(UPSTREAM + f'[models.q]\nupstream = "local"\nfallbacks = [{fallback}]\n')
+    (warning,) = load_config(path, {}).warnings
+    assert warning.startswith(f"{path}:6: models.q.fallbacks names") and "asked already" in warning
+
+
 @pytest.mark.parametrize("key", ["$LOCAL_KEY", "%LOCAL_KEY%", "{{ key }}", "<your key>", "your-api-key", "密钥"])
 def test_a_key_that_is_a_placeholder_still_is_a_warning(tmp_path: Path, key: str) -> None:
     path = tmp_path / "headrace.toml"
