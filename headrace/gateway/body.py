@@ -24,19 +24,26 @@ _KEY = re.compile(rb'\s*+"((?:[^"\\]++|\\.)*+)"\s*+:\s*+', re.DOTALL)
 _NEXT = re.compile(rb"\s*+([,}])")
 
 
+MAX_FIELDS = 1000
+"""Outermost fields of a body: each costs a step, and while they are walked through everybody waits."""
+
+
 class Fields:
     """The outermost fields of a JSON object and where their values stand in `raw`: name -> (start, end)."""
 
     __slots__ = ("_raws", "_spans", "raw")
 
     def __init__(self, raw: bytes) -> None:
-        """Raises ApiError (400) unless `raw` is one JSON object with distinct keys."""
+        """Raises ApiError (400) unless `raw` is one JSON object with distinct keys, and not too many."""
         self.raw = raw
         try:
             self._raws = _decode_top(raw)
         except (msgspec.MsgspecError, RecursionError):
             json.Body(raw)  # raises with line and column
             raise errors.invalid_json("it is not an object.") from None
+        if len(self._raws) > MAX_FIELDS:
+            message = f"The request body has {len(self._raws)} fields; at most {MAX_FIELDS} are read."
+            raise errors.ApiError(400, message, code="invalid_value")
         self._spans = _spans(raw, self._raws)
 
     def __contains__(self, name: str) -> bool:

@@ -16,7 +16,8 @@ TOKENS_PER_ATTACHMENT = 1000
 # First bytes of U+3000 to U+D7FF in UTF-8: CJK punctuation, kana, hanzi, hangul.
 _CJK_FIRST_BYTES = bytes(range(0xE3, 0xEE))
 _BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=_\\-]{1024,}")
-_TOKEN_IDS = re.compile(rb"\s*\[[\[\]\d,\s]*\d[\[\]\d,\s]*\]\s*")
+_TOKEN_IDS = re.compile(rb"\s*+\[[\[\]\d,\s]++")
+_DIGIT = re.compile(rb"\d")
 
 
 def estimate_tokens(text: bytes) -> int:
@@ -24,7 +25,7 @@ def estimate_tokens(text: bytes) -> int:
 
     b'"hello"' is 2; b'[15339, 1917]' is 2; '"你好世界"' is 4.
     """
-    if b'"' not in text and _TOKEN_IDS.fullmatch(text):
+    if b'"' not in text and _TOKEN_IDS.fullmatch(text) and _DIGIT.search(text):
         return text.count(b",") + 1
     attachments = 0
     if len(text) > 1024 and b"base64" in text:

@@ -41,7 +41,9 @@ _THING = re.compile(
     r"|\bno (such )?(file|response|batch|item|conversation|container)\b",
     re.IGNORECASE | re.DOTALL,
 )
-_TITLE = re.compile(rb"<title[^>]*>([^<]{1,200})", re.IGNORECASE)
+_TITLE = re.compile(rb"<title[^>]{0,200}>([^<]{1,200})", re.IGNORECASE)
+MAX_LOOKED_AT_CHARS = 4000
+"""Of an error's message, when what it is about is worked out."""
 
 
 class UpstreamFailure(Exception):
@@ -277,7 +279,7 @@ def lacks_endpoint(status: int, body: bytes) -> bool:
 
 def names_thing(fields: Mapping[str, Any]) -> bool:
     """Whether a 404 is about something that the request names by its id: a file, a batch, a response."""
-    code, text = str(fields.get("code") or ""), str(fields.get("message") or "")
+    code, text = str(fields.get("code") or ""), str(fields.get("message") or "")[:MAX_LOOKED_AT_CHARS]
     if _ENDPOINT.search(f"{code} {text}"):
         return False
     return bool(_param(fields)) or code.endswith("_not_found") or bool(_THING.search(text))
@@ -285,7 +287,7 @@ def names_thing(fields: Mapping[str, Any]) -> bool:
 
 def _names_model(fields: Mapping[str, Any]) -> bool:
     """Anthropic names the model in the message and says in the type that it is not there."""
-    told = (str(fields.get(name) or "")[:4000] for name in ("message", "code", "type"))
+    told = (str(fields.get(name) or "")[:MAX_LOOKED_AT_CHARS] for name in ("message", "code", "type"))
     return bool(_UNKNOWN_MODEL.search(" ".join(told)))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.body import Fields, form_field
+from headrace.gateway.body import MAX_FIELDS, Fields, form_field
 from headrace.protocol.errors import ApiError
 
 values = st.recursive(
@@ -142,3 +142,10 @@ def test_a_form_is_read_part_by_part(body: bytes, value: bytes | None) -> None:
 def test_no_form_takes_long(body: bytes) -> None:
     """Each of these took a search that begins again at every mark hours."""
     assert form_field(body, FORM, "model") is None
+
+
+def test_a_body_of_too_many_fields_is_refused() -> None:
+    fields = [b'"k%d":1' % number for number in range(MAX_FIELDS + 1)]
+    assert len(Fields(b"{" + b",".join(fields[1:]) + b"}").raws) == MAX_FIELDS
+    with pytest.raises(ApiError, match=r"has 1001 fields; at most 1000 are read"):
+        Fields(b"{" + b",".join(fields) + b"}")

@@ -17,6 +17,7 @@ import pytest
 
 from headrace.gateway.config_load import InvalidConfig, load_config
 from headrace.gateway.keys import KeyRequest
+from headrace.gateway.upstream_errors import described, names_thing
 from tests.gateway import replies
 from tests.gateway.dialects import WAYS, Way, ask
 from tests.gateway.fake_upstream import FakeUpstream
@@ -261,3 +262,10 @@ def test_a_key_in_the_address_is_none_and_goes_no_further(parts: Set) -> None:
         target = parts.openai.last.target
         assert "api-version=1" in target and "sk-hr-" not in unquote(target)
     assert httpx.post(parts.gateway.url + CHAT + f"?key={key}", json=body).status_code == 401
+
+
+@pytest.mark.timeout(30)
+def test_no_error_of_an_upstream_takes_long_to_be_understood() -> None:
+    assert described(b"<title" * 40_000, {}).startswith("a body of 240000 bytes")
+    assert described(b"<html><title lang=en>Bad gateway</title>", {}) == "an HTML page titled 'Bad gateway'"
+    assert not names_thing({"message": "file no such model " * 40_000})

@@ -189,3 +189,19 @@ def test_the_estimate_takes_any_bytes_and_is_no_less_for_more_text(start: bytes,
     plain = b"text " + start.replace(b"base64", b"").replace(b"\\u", b"")
     assert 0 <= estimate_tokens(plain) <= estimate_tokens(plain + b" plain words") + 1
     assert estimate_tokens(start + more) >= 0
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (b"[" + b"1," * 500_000 + b"null]", 277_779),
+        (b"[" + b"1" * 1_000_000 + b".5]", 277_779),
+        (b" " * 1_000_000 + b"5", 277_778),
+        (b"[" + b"[1,2]," * 100_000 + b"[3]]", 200_001),
+        (b"[[],[]]", 2),
+    ],
+    ids=["ids and null", "a long number", "blanks", "lists of ids", "no ids"],
+)
+def test_no_prompt_takes_long_to_be_estimated(text: bytes, tokens: int) -> None:
+    assert estimate_tokens(text) == tokens
