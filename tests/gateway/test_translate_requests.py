@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.protocol.errors import ApiError
-from headrace.protocol.translate.conversation import tool_name
+from headrace.protocol.translate.conversation import Text, Turn, merged, tool_name
 from headrace.protocol.translate.events import Dialect
 from headrace.protocol.translate.habits import UpstreamHabits, habits_of
 from headrace.protocol.translate.listings import estimated_prompt_tokens
@@ -421,6 +421,17 @@ def test_what_cannot_be_served_is_refused_by_name(client: Dialect, body: Json, f
 )  # fmt: skip
 def test_what_is_malformed_is_refused_by_place(client: Dialect, body: Json, field: str):
     assert refused(client, "chat" if client != "chat" else "messages", body)[0] == field
+
+
+@pytest.mark.timeout(30)
+def test_many_turns_of_one_role_become_one_in_a_single_walk():
+    turns = [Turn("user", (Text(str(number)),)) for number in range(300_000)]
+    (one,) = merged(turns)
+    assert len(one.parts) == 300_000 and one.parts[-1] == Text("299999")
+    rows = merged(
+        [Turn("user", ()), turns[0], Turn("assistant", ()), turns[1], Turn("assistant", (Text("a"),)), turns[2]]
+    )
+    assert [(row.role, len(row.parts)) for row in rows] == [("user", 2), ("assistant", 1), ("user", 1)]
 
 
 # there and back

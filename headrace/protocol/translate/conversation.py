@@ -7,6 +7,7 @@ stays in `others` under its own name; the writer passes on what its dialect may 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -169,15 +170,11 @@ def origins_of(known: Iterable[ToolOrigin]) -> dict[str, ToolOrigin]:
 
 def merged(turns: Iterable[Turn]) -> list[Turn]:
     """Neighbouring turns of the same role as one; turns without parts are gone."""
-    rows: list[Turn] = []
-    for turn in turns:
-        if not turn.parts:
-            continue
-        if rows and rows[-1].role == turn.role:
-            rows[-1] = Turn(turn.role, rows[-1].parts + turn.parts)
-        else:
-            rows.append(turn)
-    return rows
+    spoken = (turn for turn in turns if turn.parts)
+    return [
+        Turn(role, tuple(part for turn in together for part in turn.parts))
+        for role, together in itertools.groupby(spoken, key=lambda turn: turn.role)
+    ]
 
 
 def current_turn(turns: Iterable[Turn]) -> int:
