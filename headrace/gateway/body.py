@@ -29,7 +29,7 @@ MAX_FIELDS = 1000
 
 
 class Fields:
-    """The outermost fields of a JSON object and where their values stand in `raw`: name -> (start, end)."""
+    """The outermost fields of a JSON object, and where their values stand in `raw`: name -> (start, end)."""
 
     __slots__ = ("_raws", "_spans", "raw")
 
@@ -44,7 +44,10 @@ class Fields:
         if len(self._raws) > MAX_FIELDS:
             message = f"The request body has {len(self._raws)} fields; at most {MAX_FIELDS} are read."
             raise errors.ApiError(400, message, code="invalid_value")
-        self._spans = _spans(raw, self._raws)
+        self._spans: dict[str, tuple[int, int]] | None = None
+        """Not looked for before something changes, where the keys are known to be distinct without."""
+        if not _is_usual(raw, self._raws):
+            self._spans = _spans(raw, self._raws)
 
     def __contains__(self, name: str) -> bool:
         return name in self._raws
@@ -59,8 +62,8 @@ class Fields:
 
     def text(self, name: str) -> bytes:
         """The value as it stands in the text, b"" where it is missing."""
-        span = self._spans.get(name)
-        return b"" if span is None else self.raw[span[0] : span[1]]
+        raw = self._raws.get(name)
+        return b"" if raw is None else bytes(raw)
 
     @property
     def raws(self) -> dict[str, msgspec.Raw]:
@@ -71,6 +74,8 @@ class Fields:
         """The text with these values replaced or, where the field was missing, added at the end."""
         if not changes:
             return self.raw
+        if self._spans is None:
+            self._spans = _spans(self.raw, self._raws)
         cuts: list[tuple[int, int, bytes]] = []
         added: list[bytes] = []
         for name, value in changes.items():
@@ -91,41 +96,21 @@ class Fields:
         return b"".join([*parts, self.raw[position:closing], separator, b",".join(added), self.raw[closing:]])
 
 
+def _is_usual(text: bytes, raws: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether it is these fields as libraries write them: no blank, or one after each `:` and `,`."""
+    for colon, comma in ((b":", b","), (b": ", b", ")):
+        fields = [b'"%s"%s%s' % (name.encode(), colon, raw) for name, raw in raws.items()]
+        if text == b"{%s}" % comma.join(fields):
+            return True
+    return False
+
+
 def _spans(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]]:
     """Walks the outermost level, one step per field. Raises ApiError (400) when a key is there twice.
 
     The walk knows each value from the parser, so it needs no look inside. A second `model` makes the text differ
     from what the parser kept (one value per key, the last), which the walk meets as a mismatch.
     """
-    return _spans_as_usual(text, raws) or _spans_of_any(text, raws)
-
-
-def _spans_as_usual(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]] | None:
-    """For text as libraries write it: no blank, or one after each `:` and `,`. None where it is another."""
-    spans: dict[str, tuple[int, int]] = {}
-    size = len(text)
-    end = 0
-    for name, raw in raws.items():
-        start = end + 1
-        if start < size and text[start] == 0x20:
-            start += 1
-        key = b'"%s":' % name.encode()
-        if not text.startswith(key, start):
-            return None
-        start += len(key)
-        if text[start] == 0x20:
-            start += 1
-        value = bytes(raw)
-        if not text.startswith(value, start):
-            return None
-        end = start + len(value)
-        spans[name] = (start, end)
-        if end >= size or text[end] != 0x2C:
-            break
-    return spans if len(spans) == len(raws) and text[end:] == b"}" and text[:1] == b"{" else None
-
-
-def _spans_of_any(text: bytes, raws: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int]]:
     spans: dict[str, tuple[int, int]] = {}
     position = text.index(b"{") + 1
     after = b","

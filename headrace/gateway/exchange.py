@@ -46,6 +46,24 @@ class ClientGone(Exception):
 class Exchange:
     """A request being answered. `headers` have lower-case names; of repeated headers the last is kept."""
 
+    form: ErrorForm = "openai"
+    key: KeyRecord | None = None
+    """Whose request it is, once that is known."""
+    status: int | None = None
+    """The status sent, None as long as nothing was."""
+    is_streaming = False
+    """A stream of events has begun and not ended."""
+    mid_event = False
+    """What was last written ends inside an event."""
+    client_left = False
+    task: asyncio.Task[Any] | None = None
+    """That answers, from `watch` on."""
+    _finished = False
+    _beat: asyncio.TimerHandle | None = None
+    _beating: asyncio.Task[None] | None = None
+    _last_write_s = 0.0
+    _writing_since_s: float | None = None
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.began_s = time.perf_counter()
         self.method: str = scope["method"]
@@ -57,28 +75,10 @@ class Exchange:
         client = scope.get("client")
         self.client_ip: str = client[0] if client else ""
         self.request_id = headers.request_id(self.headers.get(b"x-request-id"))
-        self.form: ErrorForm = "openai"
-        self.key: KeyRecord | None = None
-        """Whose request it is, once that is known."""
         self.answer_headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id)]
         """Go with whatever is answered."""
-        self.status: int | None = None
-        """The status sent, None as long as nothing was."""
-        self.is_streaming = False
-        """A stream of events has begun and not ended."""
-        self.mid_event = False
-        """What was last written ends inside an event."""
-        self.client_left = False
-        self._finished = False
-        self.task: asyncio.Task[Any] | None = None
-        """That answers, from `watch` on."""
         self.loop = asyncio.get_running_loop()
         self._when_left: Callable[[Callable[[], object]], None] = scope["extensions"][CLIENT_LEFT]
-        self._beat: asyncio.TimerHandle | None = None
-        self._beating: asyncio.Task[None] | None = None
-        self._opening_headers: Callable[[], RawHeaders] = list
-        self._last_write_s = 0.0
-        self._writing_since_s: float | None = None
         self._answer_now: Callable[[int, RawHeaders, bytes], bool] = scope["extensions"][ANSWER]
         self._write_now: Callable[[bytes], bool] = scope["extensions"][WRITE]
         self._body: bytes | None = scope.get(BODY)

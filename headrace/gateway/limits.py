@@ -239,7 +239,8 @@ class Lease:
         if self._settled:
             return
         self._settled = True
-        self._give_back()
+        if not self._released:
+            self._give_back()
         now_ns = self._limiter.now_ns()
         for rate in self._rates:
             rate.take(tokens if tokens > 0 else 0, now_ns)
@@ -252,7 +253,8 @@ class Lease:
             return
         self._released = True
         self._meter.in_flight -= 1
-        self._give_back()
+        if not self._settled:
+            self._give_back()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The rate headers of the answer, as they stand now; [] for a key without rates."""
@@ -272,7 +274,6 @@ class Lease:
         for rate in self._rates:
             rate.reserved -= self._tokens
         self._meter.spending.reserved -= self._micros
-        self._tokens = self._micros = 0
 
 
 def _with_limits(owner: _Owner, limits: Limits, now_ns: int) -> _Owner:

@@ -149,8 +149,8 @@ def test_a_refusal_is_told_of_its_key(gateway: ThreadedGateway, caplog: pytest.L
     told = gateway.client.get("/metrics").text
     for code, tag in (("rate_limit_exceeded", "ci"), ("model_not_found", "ci"), ("invalid_api_key", "")):
         assert f'headrace_gateway_refused_total{{code="{code}",key_tag="{tag}"}}' in told
-    lines = [vars(each)["fields"] for each in caplog.records if "fields" in vars(each)]
-    assert {line.get("key") for line in lines if line.get("code") == "rate_limit_exceeded"} == {record.prefix}
+    lines = [vars(each)["line"] for each in caplog.records if "line" in vars(each)]
+    assert {line.key for line in lines if line.code == "rate_limit_exceeded"} == {record.prefix}
 
 
 def test_rate_headers_have_the_names_of_the_dialect(gateway: ThreadedGateway) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.gateway import key_secrets
+from headrace.gateway import key_index, key_secrets
 from headrace.gateway.key_index import KeyIndex
 from headrace.gateway.key_secrets import new_secret
 from headrace.gateway.keys import KeyChanges, KeyMistake, KeyRequest, KeyStore
@@ -321,6 +321,48 @@ def test_the_first_start_makes_a_key_and_later_ones_show_it(store: KeyStore) -> 
     record, secret = store.first()
     assert secret is not None and secret.startswith(record.prefix)
     assert store.first() == (record, None)
+
+
+def test_a_key_that_was_let_in_before_is_looked_at_again_each_time(
+    store: KeyStore, index: KeyIndex, clock: Clock
+) -> None:
+    secret = made(store, index, allowed_ips=("10.0.0.1",), expires_at=clock.now_s + 60)
+    ways = [bearer(secret), {b"x-api-key": secret.encode()}, {b"api-key": f" {secret} ".encode()}]
+    for headers in ways:
+        assert [index.authenticate(headers, "10.0.0.1").name for _ in range(3)] == ["vllm-local-dev"] * 3
+        assert refusal(index, headers, "10.0.0.2")[:2] == (403, "ip_not_allowed")
+    clock.now_s += 61
+    assert {refusal(index, headers, "10.0.0.1")[1] for headers in ways} == {"key_expired"}
+    store.change("vllm-local-dev", expires_at=None, limits=Limits(rpm=7))
+    index.reload()
+    assert {index.authenticate(headers, "10.0.0.1").limits.rpm for headers in ways} == {7}
+    store.revoke("vllm-local-dev")
+    index.reload()
+    assert {refusal(index, headers, "10.0.0.1")[1] for headers in ways} == {"key_revoked"}
+    assert {refusal(index, {**headers, b"authorization": b"Bearer other"}, "10.0.0.1")[0] for headers in ways} == {401}
+
+
+def test_the_same_key_with_and_without_another_beside_it(
+    store: KeyStore, index: KeyIndex, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, other = made(store, index), made(store, index, "other")
+    both = {**bearer(secret), b"x-api-key": other.encode()}
+    names = [
+        index.authenticate(headers, None).name
+        for headers in (bearer(secret), both, both, {b"x-api-key": other.encode()})
+    ]
+    assert names == ["vllm-local-dev"] * 3 + ["other"]
+    assert len(caplog.records) == 2
+
+
+def test_headers_in_ever_other_spellings_fill_no_memory(
+    store: KeyStore, index: KeyIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_index, "MAX_MARKS", 3)
+    secret = made(store, index)
+    for blanks in range(10):
+        assert index.authenticate({b"authorization": b"Bearer" + b" " * blanks + b" " + secret.encode()}, None)
+    assert len(index._keys.by_mark) <= 3
 
 
 def test_a_key_can_be_given_other_rights(store: KeyStore, index: KeyIndex) -> None:
