@@ -133,6 +133,9 @@ def test_a_connection_without_a_request_is_closed(
 # HTTP itself, over an application that shows what it was asked
 
 
+ANSWERED_AT_ONCE: list[bool] = []
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """An ASGI application that answers by its path, on a connection of ours."""
@@ -159,6 +162,11 @@ def port() -> Iterator[int]:
             await send({"type": "http.response.body", "body": b""})
             return
         headers.append((b"content-length", b"%d" % len(body)))
+        if path == "/at-once":
+            taken = scope["extensions"][connection.ANSWER](200, headers, body)
+            ANSWERED_AT_ONCE.append(taken)
+            if taken:
+                return
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -198,6 +206,34 @@ def test_requests_sent_at_once_are_answered_in_turn(port: int) -> None:
     found = exchanged(port, data + post("/", b"end"))
     bodies = [part.partition(b"HTTP/1.1")[0] for part in found.split(b"\r\n\r\n")[1:]]
     assert bodies == [b"%d" % n for n in range(1, 40)] + [b"end"]
+
+
+def test_requests_of_one_connection_have_each_their_own_address(port: int) -> None:
+    asked = ["/a?x=1", "/a?x=1", "/b", "/a%20a", "/a?x=2", "/a"]
+    data = b"".join(post(address, b"", last=address == "/a") for address in asked)
+    heads = exchanged(port, data).split(b"\r\n\r\n")[:-1]
+    told = [dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:]) for head in heads]
+    assert [(each[b"x-path"], each[b"x-query"]) for each in told] == [
+        (b"/a", b"x=1"), (b"/a", b"x=1"), (b"/b", b""), (b"/a a", b""), (b"/a", b"x=2"), (b"/a", b"")
+    ]  # fmt: skip
+
+
+def test_a_whole_answer_is_written_at_once_where_the_client_takes_it_and_comes_whole_where_it_does_not(
+    port: int,
+) -> None:
+    ANSWERED_AT_ONCE.clear()
+    assert exchanged(port, post("/at-once", b"hello")).endswith(b"\r\n\r\nhello")
+    assert ANSWERED_AT_ONCE == [True]
+    bodies = [b"%d" % number * 1_000_000 for number in range(8)]
+    data = b"".join(post("/at-once", body, last=body is bodies[-1]) for body in bodies)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        sender = threading.Thread(target=client.sendall, args=(data,), daemon=True)
+        sender.start()
+        time.sleep(0.5)
+        found = everything(client)
+        sender.join(5)
+    assert [part.partition(b"HTTP/1.1")[0] for part in found.split(b"\r\n\r\n")[1:]] == bodies
+    assert False in ANSWERED_AT_ONCE
 
 
 def test_a_stream_is_chunked_and_a_head_has_no_body(port: int) -> None:
