@@ -1,7 +1,8 @@
-// The library's face: plain C, no state of its own. Structs are those of ops.h and program.h, mirrored in
+// The library's face: plain C, no state of its own. Structs are those of decode.h, ops.h and program.h, mirrored in
 // headrace/kernels/native/library.py; raise kAbiVersion when one of them changes.
 #include <new>
 
+#include "decode.h"
 #include "kv_cache.h"
 #include "linear.h"
 #include "ops.h"
@@ -15,11 +16,20 @@ using namespace headrace;
 
 namespace {
 
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 struct Device {
   const Kernels* kernels;
   Pool pool;
+};
+
+struct DecodeStep {
+  Device* device;
+  const Op* ops;
+  int64_t count;
+  const Step* step;
+  const SampleArgs* sample;
+  Decodes decodes;
 };
 
 }  // namespace
@@ -92,4 +102,15 @@ HR_EXPORT int32_t hr_sample(Device* device, const SampleArgs* args) {
   int32_t broken = 0;
   for (int64_t row = 0; row < args->rows; row++) broken += args->broken[row] != 0;
   return broken;
+}
+
+// 1, or 0 where a sequence has no block for its token.
+HR_EXPORT int32_t hr_advance(const Decodes* decodes) { return advance(*decodes) ? 1 : 0; }
+
+// A step that sequences go on with: how many rows are broken, or -1 where a sequence has no block for its token. One
+// argument, as each costs its caller more than the call.
+HR_EXPORT int32_t hr_decode(const DecodeStep* step) {
+  if (!advance(step->decodes)) return -1;
+  hr_run(step->device, step->ops, step->count, step->step);
+  return hr_sample(step->device, step->sample);
 }

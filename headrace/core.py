@@ -271,6 +271,7 @@ def parts(plan: Plan, guilty: Set[int]) -> list[Plan]:
                 block_copies=tuple(pair for pair in plan.block_copies if pair[1] in blocks),
                 steps=tuple(steps),
                 saves=(),
+                continues=False,
             )
         )
     return divided
@@ -334,19 +335,20 @@ class CoreLoop:
             output = core.step()
             for request_id, refusal in core.gate.take_refused():
                 self._send_refused(request_id, refusal)
-            wait_s = 0.0 if core.has_work else None
+            has_work = core.has_work
+            wait_s = 0.0 if has_work else None
             if output is not None:
                 self.send(output)
-                if not core.has_work:
+                if not has_work:
                     self._check(core)
-            elif core.has_work:
+            elif has_work:
                 logger.error("Requests wait and none can be scheduled: this is a fault of the scheduler.")
                 wait_s = self.STUCK_WAIT_S
 
     def _receive(self, core: EngineCore, wait_s: float | None) -> bool:
         """Act on all messages there are, after waiting for the first. False: leave the loop. Raises PeerGone."""
-        if wait_s != 0:
-            self._poll.poll(None if wait_s is None else 1000 * wait_s)
+        if not self._poll.poll(None if wait_s is None else 1000 * wait_s):
+            return True  # nothing came; to ask the socket would cost an exception more
         while (payload := self._server.receive()) is not None:
             try:
                 message = ipc.to_core_decoder.decode(payload)

@@ -82,6 +82,8 @@ class PagedOracle:
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.salt_of_seed = salt_of_seed
+        self.decoded: list[tuple[int, int]] = []
+        """Of the last plan, if all of its steps decode: sequences, and the tokens computed of each."""
 
     def execute(self, plan: Plan, seconds: float = 0.01) -> StepResult:
         for seq_id in plan.dropped:
@@ -148,6 +150,14 @@ class PagedOracle:
                 row.append(token_id)
                 sampled.append(Sampled(step.seq_id, (token_id,)))
         saved_s, loaded_s = self.move_s * len(plan.saves), self.move_s * len(plan.loads)
+        decoded = [(s.seq_id, s.start + 1) for s in plan.steps if s.num_tokens == 1 and s.samples and not s.loads]
+        if plan.continues:
+            assert decoded == [(seq_id, count + 1) for seq_id, count in self.decoded], "it does not continue the last"
+            assert decoded and not (plan.dropped or plan.new or plan.block_copies or lost)
+        self.decoded = decoded if len(decoded) == len(plan.steps) else []
+        if plan.continues:
+            tokens = [token_id for entry in sampled for token_id in entry.token_ids]
+            return StepResult(plan.step, seconds, (), saved_s=saved_s, token_ids=tokens)
         return StepResult(plan.step, seconds, tuple(sampled), tuple(scored), tuple(lost), saved_s, loaded_s)
 
 

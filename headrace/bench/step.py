@@ -11,11 +11,10 @@ other calls of the library are counted by themselves. A figure is the median of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import select
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +40,7 @@ SAMPLING = {
     "top_p": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9),
     "penalties": ipc.SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, repetition_penalty=1.1),
 }
-FORWARD, SAMPLE = "hr_run", "hr_sample"
+FORWARDS, SAMPLE = ("hr_run", "hr_decode"), "hr_sample"
 PROMPT_TOKENS = 4
 UNSTEADY_STEPS = 4
 """At the start, left out: the prompt, and arrays that grow."""
@@ -56,7 +55,7 @@ class Figure:
     loop_us: float
     """The same in the loop around it: messages."""
     library_us: float
-    """In calls of the library besides the forward."""
+    """In calls of the library besides the forward; none where one call does all of a step."""
     forward_us: float
 
 
@@ -72,11 +71,12 @@ class Clock:
 
         def forward(call: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(call)
-            def timed(*arguments: Any) -> None:
+            def timed(*arguments: Any) -> Any:
                 start = clock()
-                call(*arguments)
+                result = call(*arguments)
                 self.forwards.append((start, clock()))
                 self.others.append(0.0)
+                return result
 
             return timed
 
@@ -90,7 +90,8 @@ class Clock:
 
             return timed
 
-        setattr(loaded, FORWARD, forward(getattr(loaded, FORWARD)))
+        for name in FORWARDS:
+            setattr(loaded, name, forward(getattr(loaded, name)))
         setattr(loaded, SAMPLE, other(getattr(loaded, SAMPLE)))
 
     def clear(self) -> None:
@@ -109,24 +110,21 @@ class _Core(EngineCore):
         self.starts.append(time.thread_time())
         output = super().step()
         self.ends.append(time.thread_time())
-        if not self.has_work:
+        if output is not None and not output.stats.num_running:
             self.when_done()
         return output
 
 
-def _read_on(sock: socket.socket) -> None:
-    """As a server does: what nobody reads would hold up the loop in the end."""
-    while select.select([sock], [], [])[0]:
-        with contextlib.suppress(BlockingIOError):
-            if not sock.recv(1 << 16):
-                return
+READ_ON = "import os, select\nwhile select.select([0], [], []) and os.read(0, 1 << 16): pass"
+"""As a server does: what nobody reads would hold up the loop in the end. A process of its own, as a thread would want
+the interpreter's lock."""
 
 
 def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int) -> Figure:
     """Of `rows` requests that decode together for so many steps."""
     ours, theirs = socket.socketpair()
     server, client = MessageSocket(ours), MessageSocket(theirs)
-    reader = threading.Thread(target=_read_on, args=(ours,))
+    reader = subprocess.Popen([sys.executable, "-c", READ_ON], stdin=ours.fileno())
     try:
         for index in range(rows):
             params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=steps + UNSTEADY_STEPS + 1, seed=index)
@@ -137,15 +135,13 @@ def measure(core: _Core, clock: Clock, sampling: str, rows: int, steps: int) -> 
                 )
             )
         core.when_done = lambda: server.send(ipc.encode(ipc.Stop()))
-        reader.start()
         clock.clear()
         core.starts, core.ends = [], []
         CoreLoop(client).run(core)
     finally:
         client.close()
-        if reader.is_alive():
-            reader.join()
         server.close()
+        reader.wait()
     steady = range(len(clock.forwards) - steps, len(clock.forwards) - 1)
     between = [clock.forwards[i + 1][0] - clock.forwards[i][1] for i in steady]
     loop = [core.starts[i + 1] - core.ends[i] for i in steady]

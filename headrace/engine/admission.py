@@ -11,6 +11,8 @@ from typing import Literal
 
 from headrace.config.kv_blocks import KVBlocks
 from headrace.config.settings import SCORED_ROWS_PER_STEP
+from headrace.engine.block_hash import domain_digest
+from headrace.engine.request import Request
 from headrace.protocol.ipc import AddRequest
 
 RefusalCode = Literal[
@@ -114,3 +116,19 @@ def refusal(message: AddRequest, settings: SchedulerSettings) -> Refusal | None:
             f"--enable-chunked-prefill or --max-num-batched-tokens {num_prompt}.",
         )
     return None
+
+
+def request_of(message: AddRequest, settings: SchedulerSettings, order: int) -> Request:
+    """What is let in; `order` counts the arrivals."""
+    by_priority = settings.policy == "priority"
+    # What names of its blocks begin with: without prefix caching no other request has the same.
+    salt = [] if message.cache_salt is None else ["cache_salt", message.cache_salt]
+    own = [] if settings.enable_prefix_caching else ["request", str(order)]
+    return Request(
+        message=message,
+        rank=(message.priority, message.arrival_s, order) if by_priority else (message.is_background, 0.0, order),
+        domain=domain_digest([*salt, *own]),
+        # What is pooled has no next token, but ends as if after one.
+        max_new_tokens=max(1, min(message.params.max_tokens, settings.max_model_len - len(message.token_ids))),
+        held=list(range(1, message.params.n)),
+    )

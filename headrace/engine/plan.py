@@ -8,6 +8,8 @@ comes back as new.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
@@ -60,6 +62,9 @@ class Plan(msgspec.Struct, frozen=True):
     block_copies: tuple[tuple[int, int], ...]
     steps: tuple[SequenceStep, ...]
     saves: tuple[tuple[int, int], ...] = ()
+    continues: bool = False
+    """With nothing but new blocks and `saves`, the sequences of the last plan, in its order, compute the tokens it gave
+    them. The runtime need not find that out by itself."""
 
     @property
     def loads(self) -> list[tuple[int, int]]:
@@ -108,3 +113,5 @@ class StepResult(msgspec.Struct, frozen=True):
     lost: tuple[int, ...] = ()
     saved_s: float = 0.0
     loaded_s: float = 0.0
+    token_ids: Sequence[int] = ()
+    """In place of `sampled`, of a plan that continues: a token for each step, where nothing else was asked for."""

@@ -27,17 +27,14 @@ class Queue:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._waiting = Ranking(lambda seq: (seq.rank[0], seq.num_preemptions == 0, *seq.rank[1:]))
+        self.sequences = self._waiting.sequences
+        """All that wait, in order; not to be changed."""
         self._longest: Sequence | None = None
         """Under "priority", of those that wait the one that came first; found anew for every step."""
         self.num_sequences = 0
         """Of live requests, and never started; those held back as forks among them."""
         self.num_tokens = 0
         """Prompt tokens of live requests of which no sequence was started."""
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All that wait, in order; not to be changed."""
-        return self._waiting.sequences
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -41,9 +41,9 @@ from itertools import count
 from typing import Literal
 
 from headrace.engine.accept import failed, scores_of, taken_in, unreported
-from headrace.engine.admission import Refusal, SchedulerSettings, refusal
+from headrace.engine.admission import Refusal, SchedulerSettings, refusal, request_of
 from headrace.engine.background import BackgroundShare
-from headrace.engine.block_hash import domain_digest
+from headrace.engine.decoding import Decoding, take_tokens
 from headrace.engine.draft import Chunks, Draft
 from headrace.engine.integrity import check_blocks, check_sequences
 from headrace.engine.kv_cache import KVCache, Prefix
@@ -89,9 +89,9 @@ class Scheduler:
         self._arrivals = count()
         self._next_step = 0
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
-        self._last_step = (0, 0, 0)
+        self._decoding = Decoding(len(settings.windows))
         self._no_blocks = ((),) * len(settings.windows)
-        self._totals = Totals()
+        self._totals = Totals(self.kv_cache)
 
     # requests
 
@@ -119,16 +119,7 @@ class Scheduler:
         refused = refusal(message, settings) or (self._queue.refusal(message, could_start) if asks else None)
         if refused is not None:
             return refused
-        order = next(self._arrivals)
-        by_priority = settings.policy == "priority"
-        request = Request(
-            message=message,
-            rank=(message.priority, message.arrival_s, order) if by_priority else (message.is_background, 0.0, order),
-            domain=self._domain(message, order),
-            # What is pooled has no next token, but ends as if after one.
-            max_new_tokens=max(1, min(message.params.max_tokens, settings.max_model_len - len(message.token_ids))),
-            held=list(range(1, message.params.n)),
-        )
+        request = request_of(message, settings, order=next(self._arrivals))
         self._requests[message.request_id] = request
         if message.params.n > 1:
             self._forking[message.request_id] = request
@@ -136,12 +127,6 @@ class Scheduler:
         self._queue.came(request)
         self._enqueue(request, index=0)
         return None
-
-    def _domain(self, message: AddRequest, order: int) -> bytes:
-        """What names of its blocks begin with: without prefix caching no other request has the same."""
-        salt = [] if message.cache_salt is None else ["cache_salt", message.cache_salt]
-        own = [] if self.settings.enable_prefix_caching else ["request", str(order)]
-        return domain_digest([*salt, *own])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a sequence, or with None the whole request, and free its blocks. Unknown ones are no error:
@@ -206,6 +191,11 @@ class Scheduler:
 
         A plan without `steps` only tells the runtime which sequences to drop; execute and update it as usual.
         """
+        if not (self._queue.sequences or self._dropped or self._num_background):
+            steps = self._decoding.next_steps(self._running.sequences)
+            if steps is not None:
+                self._next_step += 1
+                return Plan(self._next_step - 1, (), (), (), steps, (), True)
         settings = self.settings
         serves_background = self._num_background == 0 or self._turn_to_background()
         while True:
@@ -227,9 +217,9 @@ class Scheduler:
         dropped, self._dropped = tuple(self._dropped), {}
         copies = tuple(draft.block_copies)
         saves = () if self.kv_cache.tier is None else self.kv_cache.take_saves()
-        plan = Plan(self._next_step, dropped, tuple(draft.new), copies, tuple(draft.steps), saves)
+        continues = self._decoding.goes_on(draft) and not dropped
         self._next_step += 1
-        return plan
+        return Plan(self._next_step - 1, dropped, tuple(draft.new), copies, tuple(draft.steps), saves, continues)
 
     def _turn_to_background(self) -> bool:
         """May background work be in this step? It makes room for a live request that the last one could not start."""
@@ -274,7 +264,7 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         seq.num_preemptions += 1
         seq.forget_progress()
-        self._totals.preemptions += 1
+        self._totals.preempted()
         self._queue.add(seq)
 
     def _serve_prefills(self, draft: Draft) -> None:
@@ -405,6 +395,22 @@ class Scheduler:
         if self._num_background:
             requests = [self._by_id[step.seq_id].request for step in plan.steps if step.seq_id in self._by_id]
             self._background.step(requests, result.seconds)
+        if result.token_ids:
+            outputs, pairs = take_tokens(plan.steps, result.token_ids, self._by_id, self.kv_cache, self._end)
+            rows = num_decodes = len(plan.steps)
+            num_loaded = 0
+        else:
+            outputs, rows, pairs, num_decodes, num_loaded = self._take_in(plan, result)
+        self.step_time.observe((rows, pairs), result.seconds)
+        self._totals.stepped(plan.step, rows - num_decodes, num_decodes)
+        if plan.saves or num_loaded:
+            self.kv_cache.moves.saved(len(plan.saves), result.saved_s)
+            self.kv_cache.moves.loaded(num_loaded, result.loaded_s)
+            self._totals.moved(len(plan.saves), num_loaded)
+        return outputs
+
+    def _take_in(self, plan: Plan, result: StepResult) -> tuple[list[SequenceOutput], int, int, int, int]:
+        """The outputs; and of the plan, rows, pairs, decodes and loads that were done."""
         lost, size = result.lost, self.settings.block_size
         sampled = iter(result.sampled)
         scored = {entry.seq_id: entry.logprobs for entry in result.scored} if result.scored else {}
@@ -442,13 +448,7 @@ class Scheduler:
                 outputs.append(output)
             elif prompt_logprobs:
                 outputs.append(scores_of(seq, prompt_logprobs))
-        self.step_time.observe((rows, pairs), result.seconds)
-        self._last_step = (plan.step, rows - num_decodes, num_decodes)
-        if plan.saves or num_loaded:
-            self.kv_cache.moves.saved(len(plan.saves), result.saved_s)
-            self.kv_cache.moves.loaded(num_loaded, result.loaded_s)
-            self._totals.moved(len(plan.saves), num_loaded)
-        return outputs
+        return outputs, rows, pairs, num_decodes, num_loaded
 
     def fail(self, plan: Plan, message: str) -> list[SequenceOutput]:
         """The step raised: its sequences, and forks held back behind them, end with finish_reason "error".
@@ -473,16 +473,9 @@ class Scheduler:
 
     def stats(self, step_s: float) -> StepStats:
         """State after the last updated step, which took `step_s` seconds in all."""
-        num_waiting, tier = self.num_waiting, self.kv_cache.tier
-        return self._totals.stats(
-            self.kv_cache,
-            last_step=self._last_step,
-            step_s=step_s,
-            num_running=len(self._running.sequences),
-            num_waiting=num_waiting,
-            waiting_reason=self._waiting_reason if num_waiting else "",
-            num_swapped=0 if tier is None else sum(map(self.kv_cache.is_swapped, self._queue)),
-        )
+        num_swapped = 0 if self.kv_cache.tier is None else sum(map(self.kv_cache.is_swapped, self._queue))
+        num_running = len(self._running.sequences)
+        return self._totals.stats(step_s, num_running, self.num_waiting, self._waiting_reason, num_swapped)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no running sequence holds, also in the host tier; returns how many."""

@@ -115,6 +115,48 @@ class SampledRows:
     scored_logprobs: Float32 | None = None  # of the tokens of `SamplingRows.scored`, in their order
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """S sequences that go on together: in every step each computes the token that was chosen for it in the last one.
+
+    `batch` has one row of each, all of which sample. A step changes what is in its arrays, and in those of `rows`:
+
+        token = chosen, position + 1, seq_len + 1, slot = of the block table, uniform = draws.uniform(stream, seq_len)
+
+    Whoever holds the state writes new blocks to `batch.block_tables` and `num_blocks`.
+    """
+
+    batch: Batch
+    num_blocks: Int32  # [G, S], entries of the block tables
+    block_size: int
+    chosen: Int32  # [S], which a step that chooses writes to
+    rows: SamplingRows | None = None
+    """What is asked in every step; None where that changes by more than the uniforms."""
+    streams: NDArray[np.uint64] | None = None  # [S]; None: nothing is drawn
+
+
+class Decoder(Protocol):
+    """Does the steps of a DecodeState. One that raises leaves a state of no use."""
+
+    def advance(self) -> None:
+        """Make the state's arrays those of the next step. ValueError if a sequence has no block for its token."""
+        ...
+
+    def step(self) -> list[int]:
+        """`advance`, the forward, and a token for each sequence, chosen as `rows` says. Raises InvalidLogits too."""
+        ...
+
+
+class Forward(Protocol):
+    """What was captured."""
+
+    def __call__(self, batch: Batch) -> Buffer: ...
+
+    def decoder(self, state: DecodeState) -> Decoder:
+        """Of use until this is called with another batch."""
+        ...
+
+
 class InvalidLogits(ArithmeticError):
     """Logits that are not numbers: the model or its weights are broken for these `rows` of the sampling batch."""
 
@@ -180,7 +222,7 @@ class Kernels(Protocol):
         ...
 
     # steps
-    def capture(self, forward: Callable[[BatchHandle], Buffer]) -> Callable[[Batch], Buffer]:
+    def capture(self, forward: Callable[[BatchHandle], Buffer]) -> Forward:
         """What does one step of a batch by this forward: kept and called again, or recorded once and replayed.
 
         Asked for anew after every `allocate_kv_cache`."""

@@ -208,7 +208,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     num_preemptions: int = 0
 
 
-class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+class StepStats(msgspec.Struct, kw_only=True):
     """Counters after a step. `*_total` grow for the life of the core; the rest are the present state."""
 
     step: int

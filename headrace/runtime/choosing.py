@@ -40,15 +40,15 @@ class Asked:
 
 def ask(
     table: SequenceTable,
-    choosing: Sequence[tuple[SequenceStep, int]],
+    choosing: Sequence[tuple[int, int]],
     scoring: Sequence[SequenceStep],
     vocab_size: int,
 ) -> Asked:
-    """`choosing` with their rows of the table."""
+    """`choosing` are sequences and their rows of the table."""
     table_rows = [row for _, row in choosing]
     states = [_state(table, row) for row in table_rows]
     tokens = [table.tokens[row, : table.num_tokens[row]] for row in table_rows]
-    seq_ids = [step.seq_id for step, _ in choosing]
+    seq_ids = [seq_id for seq_id, _ in choosing]
     given: list[int] = []
     for step in scoring:
         row = table.row(step.seq_id)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headrace.config.model_files import ModelFiles
 from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.engine.plan import NewSequence, Plan, Sampled, Scored, SequenceStep, StepResult
-from headrace.kernels.ops import Batch, Buffer, InvalidLogits, Kernels, KVCacheLayout
+from headrace.kernels.ops import Batch, Forward, InvalidLogits, Kernels, KVCacheLayout
 from headrace.models import Model, build_model
 from headrace.protocol.ipc import GrammarSpec
 from headrace.runtime.batch import build_batch
@@ -57,7 +57,7 @@ class Runner:
         self.files = files
         self.kernels = kernels
         self._model: Model | None = None
-        self._forward: Callable[[Batch], Buffer] | None = None
+        self._forward: Forward | None = None
         self._block_size = 0
         self._table = SequenceTable(len(files.config.layer_groups))
         self._host = HostStore(kernels)
@@ -100,6 +100,7 @@ class Runner:
                 KVCacheLayout(layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
             )
         self._host.clear()
+        self._leave_decodes()
         pooling = self._pooling
         self._forward = kernels.capture(
             lambda batch: model.forward(kernels, batch) if pooling is None else pooling.forward(model, kernels, batch)
@@ -108,6 +109,7 @@ class Runner:
 
     def release_kv_cache(self) -> None:
         """Give its memory back, and that of what the host tier holds, until the next `allocate_kv_cache`."""
+        self._leave_decodes()
         self._forward = None
         self.kernels.release_kv_cache()
         self._host.clear()
@@ -115,6 +117,34 @@ class Runner:
     def execute(self, plan: Plan) -> StepResult:
         """Do one step. Raises BrokenSequences, DeviceLost, or whatever the device raised."""
         started_s = time.perf_counter()
+        if self._decodes is not None and not (plan.continues and len(self._decodes.seq_ids) == len(plan.steps)):
+            self._leave_decodes()  # also after a plan that was done in parts: it has left those of the last part
+        decodes = self._decodes
+        growing = []
+        for place, step in enumerate(plan.steps):
+            if any(step.new_block_ids) or step.loads:
+                growing.append((place, step))
+        try:
+            if decodes is None or growing or plan.saves or not decodes.plain:
+                return self._do(plan, growing, decodes, started_s)
+            token_ids = self._step(decodes)
+            return StepResult(plan.step, time.perf_counter() - started_s, (), token_ids=token_ids)
+        except BaseException as error:
+            self._leave_decodes()
+            # The buffers of what failed hang on its frames, and whoever does the work again needs their memory.
+            traceback.clear_frames(error.__traceback__)
+            check_device(self.kernels.device)
+            raise
+
+    def _leave_decodes(self) -> None:
+        if self._decodes is not None:
+            self._decodes.leave()
+            self._decodes = None
+
+    def _do(
+        self, plan: Plan, growing: Sequence[tuple[int, SequenceStep]], decodes: Decodes | None, started_s: float
+    ) -> StepResult:
+        """`growing` are the steps with new blocks and their places in the plan, `decodes` what it continues."""
         table = self._table
         for seq_id in plan.dropped:
             table.drop(seq_id)
@@ -124,25 +154,31 @@ class Runner:
         for sequence in plan.new:
             table.add(sequence, self._grammar_state(sequence))
         grown: list[tuple[int, NDArray[np.int64]]] = []
-        decodes, self._decodes = self._decodes, None
         try:
-            growing = [step for step in plan.steps if step.loads or any(step.new_block_ids)]
             failed = self._host.load(plan.loads) if growing else frozenset()
             loaded_s = time.perf_counter()
             lost = _without_blocks(plan, failed) if failed else frozenset()
-            steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
             if plan.block_copies:
                 self.kernels.copy_blocks(plan.block_copies)
-            for step in growing:
+            for place, step in growing:
                 if step.seq_id not in lost:
                     row = table.row(step.seq_id)
                     grown.append((row, table.num_blocks[:, row].copy()))
                     table.append_blocks(row, step.new_block_ids)
-            sampled, scored = self._compute(steps, decodes) if steps else ((), ())
-        except BaseException as error:
-            # The buffers of what failed hang on its frames, and whoever does the work again needs their memory.
-            traceback.clear_frames(error.__traceback__)
-            check_device(self.kernels.device)
+                    if decodes is not None and not decodes.grow(place, step.new_block_ids):
+                        decodes = None
+                        self._leave_decodes()
+            sampled: tuple[Sampled, ...] = ()
+            scored: tuple[Scored, ...] = ()
+            token_ids: Sequence[int] = ()
+            if decodes is None:
+                steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
+                sampled, scored = self._compute(steps) if steps else ((), ())
+            elif decodes.plain:
+                token_ids = self._step(decodes)
+            else:
+                sampled = self._choose(decodes)
+        except BaseException:
             for row, num_blocks in grown:
                 table.num_blocks[:, row] = num_blocks
             for sequence in plan.new:
@@ -151,50 +187,48 @@ class Runner:
         for seq_id in lost:
             table.drop(seq_id)
         return StepResult(
-            plan.step,
-            time.perf_counter() - loaded_s,
-            sampled,
-            scored,
-            tuple(lost),
-            saved_s - started_s,
-            loaded_s - saved_s,
-        )
+            plan.step, time.perf_counter() - loaded_s, sampled, scored, tuple(lost), saved_s - started_s,
+            loaded_s - saved_s, token_ids,
+        )  # fmt: skip
 
-    def _compute(
-        self, steps: Sequence[SequenceStep], decodes: Decodes | None
-    ) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
-        """`decodes` of the step before, which these steps may continue. All that can be done before the forward, which
-        sweeps the caches, is done before it."""
+    def _step(self, decodes: Decodes) -> list[int]:
+        """The next token of each sequence of the last step."""
+        try:
+            return decodes.step()
+        except InvalidLogits as error:
+            raise _broken(decodes.seq_ids, error) from error
+
+    def _choose(self, decodes: Decodes) -> tuple[Sampled, ...]:
+        """The same, where more is asked for."""
+        try:
+            asked, chosen = decodes.choose(self.kernels)
+        except InvalidLogits as error:
+            raise _broken(decodes.seq_ids, error) from error
+        return results(asked, chosen, (), self._table)[0]
+
+    def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
+        """All that can be done before the forward, which sweeps the caches, is done before it."""
         if self._forward is None:
             raise RuntimeError("the runner is not ready: call load and allocate_kv_cache before execute")
         table = self._table
-        if decodes is not None and decodes.advance(steps):
-            batch, rows = decodes.batch, decodes.rows
-        else:
-            places = np.array([table.row(step.seq_id) for step in steps], np.int64)
-            if self._pooling is not None:
-                return self._pool(self._pooling.batch(table, places, steps, self._block_size), steps), ()
-            batch, rows, decodes = build_batch(table, places, steps, self._block_size), places.tolist(), None
-            if all(step.num_tokens == 1 and step.samples for step in steps):
-                decodes = Decodes(table, rows, steps, batch, self._block_size)
-                batch = decodes.batch
-        scoring: list[SequenceStep] = []
-        asked = decodes.asked if decodes is not None else None
-        if asked is None:
-            scoring = [step for step in steps if step.num_scored]
-            choosing = [(step, row) for step, row in zip(steps, rows, strict=True) if step.samples]
-            asked = ask(table, choosing, scoring, self.files.config.vocab_size)
-            if decodes is not None:
-                decodes.keep(asked)
+        rows = [table.row(step.seq_id) for step in steps]
+        if self._pooling is not None:
+            return self._pool(self._pooling.batch(table, np.array(rows), steps, self._block_size), steps), ()
+        batch = build_batch(table, np.array(rows), steps, self._block_size)
+        scoring = [step for step in steps if step.num_scored]
+        choosing = [(step.seq_id, row) for step, row in zip(steps, rows, strict=True) if step.samples]
+        vocab_size = self.files.config.vocab_size
+        asked = ask(table, choosing, scoring, vocab_size)
         logits = self._forward(batch)
         if not asked.seq_ids:
             return (), ()
         try:
             chosen = self.kernels.sample(logits, asked.rows)
         except InvalidLogits as error:
-            raise BrokenSequences(list(dict.fromkeys(asked.seq_ids[row] for row in error.rows))) from error
+            raise _broken(asked.seq_ids, error) from error
         taken = results(asked, chosen, scoring, table)
-        self._decodes = decodes
+        if not scoring and all(step.num_tokens == 1 and step.samples for step in steps):
+            self._decodes = Decodes(table, batch, asked, chosen.token_ids, self._block_size, self._forward, vocab_size)
         return taken
 
     def _pool(self, batch: Batch, steps: Sequence[SequenceStep]) -> tuple[Sampled, ...]:
@@ -214,6 +248,10 @@ class Runner:
         if grammar is None:
             raise RuntimeError("a sequence was planned whose grammar is not compiled")
         return grammar.start()
+
+
+def _broken(seq_ids: Sequence[int], error: InvalidLogits) -> BrokenSequences:
+    return BrokenSequences(list(dict.fromkeys(seq_ids[row] for row in error.rows)))
 
 
 def _without_blocks(plan: Plan, failed: frozenset[int]) -> frozenset[int]:

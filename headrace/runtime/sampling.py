@@ -1,16 +1,8 @@
-"""From sequences' sampling parameters to the rows that the sampler takes; nothing is built that no row needs.
-
-Random numbers have no state. The uniform that chooses the token at `position` of sequence `index` of a
-request is a hash of (seed, index, position), so it is the same alone or in a batch, before or after a
-preemption. With mix = the finaliser of splitmix64 and G = its increment, all modulo 2^64:
-
-    stream = mix(mix(seed + G) + G * (index + 1))
-    uniform = top 24 bits of mix(stream + G * (position + 1)), divided by 2^24
-"""
+"""From sequences' sampling parameters to the rows that the sampler takes; nothing is built that no row needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.plan import NewSequence
-from headrace.kernels.ops import Float32, Int32, SampledRows, SamplingRows, TokenLists
+from headrace.kernels.draws import random_stream, uniforms
+from headrace.kernels.ops import Int32, SampledRows, SamplingRows, TokenLists
 from headrace.protocol.ipc import SamplingParams, TokenLogprobs
 from headrace.runtime.grammar import GrammarState
 from headrace.runtime.token_counts import TokenCounts, counted
 from headrace.runtime.token_rules import TokenRules
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
 
 Rules = Sequence[TokenRules | None]
 
@@ -67,27 +57,6 @@ class SequenceSampling:
         """For a row that scores a prompt token and chooses none."""
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs)
         return cls(params, 0, 0, plain=False, fixed=False)
-
-
-def random_stream(seed: int, index: int) -> int:
-    """The 64-bit stream of one sequence; any integer is a seed."""
-    return _mix((_mix((seed + _GOLDEN) & _WORD) + _GOLDEN * (index + 1)) & _WORD)
-
-
-def _mix(word: int) -> int:
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
-
-
-def uniform(stream: int, position: int) -> float:
-    """In [0, 1), exact in float32."""
-    return (_mix((stream + _GOLDEN * (position + 1)) & _WORD) >> 40) * 2.0**-24
-
-
-def uniforms(streams: Sequence[int], positions: Iterable[int]) -> Float32:
-    """One for each (stream, position)."""
-    return np.fromiter(map(uniform, streams, positions), np.float32, len(streams))
 
 
 def sampling_rows(

@@ -94,6 +94,13 @@ class SequenceTable:
         if full:
             self._reserve_tokens(columns + 1)
 
+    def append_steps(self, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> None:
+        """To each row a token of each step."""
+        counts, columns = self.num_tokens[rows], np.arange(len(steps))
+        self._reserve_tokens(int(counts.max()) + len(steps) + 1)
+        self.tokens[np.array(rows)[:, None], counts[:, None] + columns] = np.array(steps, np.int32).T
+        self.num_tokens[rows] = counts + len(steps)
+
     def _reserve_tokens(self, columns: int) -> None:
         self.tokens = _widened(self.tokens, columns)
         self.token_view, self._columns = self.tokens.data, self.tokens.shape[1]

@@ -17,10 +17,9 @@ import pytest
 from headrace.config.settings import EngineSettings
 from headrace.core import EngineCore
 from headrace.engine.plan import Plan
-from headrace.kernels.reference import ReferenceKernels
+from headrace.kernels.reference import ReferenceKernels, decode
 from headrace.protocol.ipc import AddRequest, SamplingParams, SequenceOutput
 from headrace.runtime import choosing, runner
-from headrace.runtime.decodes import Decodes
 from headrace.runtime.runner import Runner
 from headrace.runtime.table import SequenceTable
 from tests.tiny_models import tiny_llama
@@ -153,10 +152,12 @@ def cache_rots(patch: pytest.MonkeyPatch, moment: Moment) -> None:
 
 
 def new_steps(**changes: object) -> Callable[[Plan, int], Plan]:
+    """Such a plan does not continue the last one: one that says so is the scheduler's word."""
+
     def change(plan: Plan, place: int) -> Plan:
         steps = list(plan.steps)
         steps[place] = msgspec.structs.replace(steps[place], **changes)
-        return msgspec.structs.replace(plan, steps=tuple(steps))
+        return msgspec.structs.replace(plan, steps=tuple(steps), continues=False)
 
     return change
 
@@ -249,16 +250,16 @@ def test_a_copy_that_fails_hurts_the_one_that_needed_it(core, expected, monkeypa
 
 
 def test_a_batch_that_cannot_go_on_is_built_afresh_and_hurts_nobody(core, expected, monkeypatch) -> None:
-    real, failed = Decodes.advance, []
+    real, failed = decode.advance, []
 
-    def fails_once(self, *steps):
+    def fails_once(state):
         if not failed:
-            failed.append(steps)
+            failed.append(state)
             raise DEVICE_ERROR
-        return real(self, *steps)
+        real(state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decodes, "advance", fails_once)
+        patch.setattr(decode, "advance", fails_once)
         got = run(core, guilty=True)
     assert failed and len(tokens(got.pop("guilty"))) == 10
     assert {name: tokens(outputs) for name, outputs in got.items()} == expected

@@ -1,4 +1,4 @@
-"""A batch that goes on in place is the batch that would be built."""
+"""A batch that goes on in place is the batch that would be built, and asks what would be asked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
 from headrace.engine.plan import NO_BLOCK, NewSequence, SequenceStep
+from headrace.kernels.ops import Batch, DecodeState, SampledRows, SamplingRows
+from headrace.kernels.reference.decode import Decoder
 from headrace.protocol.ipc import SamplingParams
 from headrace.runtime.batch import build_batch
-from headrace.runtime.choosing import ask
+from headrace.runtime.choosing import Asked, ask
 from headrace.runtime.decodes import SPARE_BLOCKS, Decodes
 from headrace.runtime.table import SequenceTable
 
 SIZE = 4
+VOCAB = 50
 
 
 class Streams:
@@ -30,6 +35,7 @@ class Streams:
             own = msgspec.structs.replace(asked, seed=seq_id)
             self.table.add(NewSequence(seq_id, tuple(range(length)), length, 0, own))
         self.rows = [self.table.row(seq_id) for seq_id in range(len(lengths))]
+        self.device = Device(self)
 
     def steps(self, ahead: int = 0) -> list[SequenceStep]:
         """The last token of each, in blocks for it and `ahead` more, which are in the table then."""
@@ -47,77 +53,106 @@ class Streams:
     def built(self, steps: list[SequenceStep]):
         return build_batch(self.table, np.array(self.rows), steps, SIZE)
 
-    def decodes(self, steps: list[SequenceStep]) -> Decodes:
-        return Decodes(self.table, self.rows, steps, self.built(steps), SIZE)
+    def asked(self, steps: list[SequenceStep]) -> Asked:
+        return ask(self.table, [(step.seq_id, row) for step, row in zip(steps, self.rows, strict=True)], (), VOCAB)
 
-    def take(self, step: int) -> None:
-        """A token for each."""
-        self.table.append_tokens(self.rows, [1000 * step + row for row in self.rows])
+    def decodes(self) -> Decodes:
+        """After a first step, with a token for each."""
+        steps = self.steps()
+        batch, asked = self.built(steps), self.asked(steps)
+        tokens = self.took(self.next_tokens())
+        return Decodes(self.table, batch, asked, np.array(tokens, np.int32), SIZE, self.device, VOCAB)
+
+    def grow(self, decodes: Decodes, ahead: int = 0) -> list[SequenceStep]:
+        steps = self.steps(ahead)
+        assert all(decodes.grow(place, step.new_block_ids) for place, step in enumerate(steps))
+        return steps
+
+    def next_tokens(self) -> list[int]:
+        return [(7 * length + row) % VOCAB for row, length in zip(self.rows, self.lengths, strict=True)]
+
+    def took(self, tokens: list[int], *, told: bool = True) -> list[int]:
+        if told:
+            self.table.append_tokens(self.rows, tokens)
         self.lengths = [length + 1 for length in self.lengths]
+        return tokens
+
+
+class Device:
+    """Notes the batches it is given and what its sampler is asked; chooses what `streams` have next."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.batch: Batch | None = None
+        self.rows: SamplingRows | None = None
+
+    def __call__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def sample(self, logits: None, rows: SamplingRows) -> SampledRows:
+        self.rows = rows
+        return SampledRows(np.array(self.streams.next_tokens(), np.int32))
+
+    def decoder(self, state: DecodeState) -> Decoder:
+        return Decoder(state, self, self.sample)
+
+
+def assert_goes_on_as_built(found: Batch | None, streams: Streams, steps: list[SequenceStep]) -> None:
+    wanted = streams.built(steps)
+    assert found is not None
+    for name in ("token_ids", "positions", "slot_mapping", "query_start", "seq_lens", "sample_rows"):
+        assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
+    for place, length in enumerate(streams.lengths):
+        held = -(-length // SIZE)
+        assert found.block_tables[:, place, :held].tolist() == wanted.block_tables[:, place, :held].tolist()
 
 
 @pytest.mark.parametrize(("lengths", "num_groups", "ahead"), [([1], 1, 0), ([3, 8, 17], 1, 0), ([5, 40, 4, 1], 2, 9)])
 def test_a_batch_that_goes_on_is_the_batch_that_would_be_built(lengths: list[int], num_groups: int, ahead: int) -> None:
     streams = Streams(lengths, num_groups)
-    decodes = streams.decodes(streams.steps(ahead))
-    for step in range(SPARE_BLOCKS * SIZE - ahead - 1):
-        streams.take(step)
-        steps = streams.steps(ahead)
-        assert decodes.advance(steps)
-        wanted, found = streams.built(steps), decodes.batch
-        for name in ("token_ids", "positions", "slot_mapping", "query_start", "seq_lens", "sample_rows"):
-            assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
-        for place, length in enumerate(streams.lengths):
-            held = -(-length // SIZE)
-            assert found.block_tables[:, place, :held].tolist() == wanted.block_tables[:, place, :held].tolist()
+    decodes = streams.decodes()
+    assert decodes.plain
+    for _ in range(SPARE_BLOCKS * SIZE - ahead - 2):
+        steps = streams.grow(decodes, ahead)
+        tokens = streams.next_tokens()
+        before = streams.table.num_tokens.copy()
+        assert decodes.step() == tokens
+        assert streams.table.num_tokens.tolist() == before.tolist(), "the table learns of the tokens at the end"
+        decodes.leave()
+        # What was computed came before these tokens.
+        streams.table.num_tokens[streams.rows] -= 1
+        assert_goes_on_as_built(streams.device.batch, streams, steps)
+        streams.table.num_tokens[streams.rows] += 1
+        streams.took(tokens, told=False)
+
+
+def test_the_table_learns_of_all_tokens_when_a_batch_is_left() -> None:
+    streams = Streams([3, 250])
+    decodes = streams.decodes()
+    taken = []
+    for _ in range(20):
+        streams.grow(decodes)
+        taken.append(streams.took(decodes.step(), told=False))
+    decodes.leave()
+    decodes.leave()
+    for place, (row, length) in enumerate(zip(streams.rows, [3, 250], strict=True)):
+        assert streams.table.num_tokens[row] == length + 21
+        assert streams.table.tokens[row, length + 1 : length + 21].tolist() == [tokens[place] for tokens in taken]
+    streams.took(streams.next_tokens())
 
 
 def test_without_a_column_for_the_next_block_a_batch_is_built_afresh() -> None:
-    streams = Streams([3])
-    decodes = streams.decodes(streams.steps())
-    went_on = 0
-    for step in range(10 * SPARE_BLOCKS * SIZE):
-        streams.take(step)
-        if not decodes.advance(streams.steps()):
-            break
-        went_on += 1
-    assert went_on == (SPARE_BLOCKS + 1) * SIZE - 3
+    decodes = Streams([3]).decodes()
+    assert all(decodes.grow(0, ((i,),)) for i in range(SPARE_BLOCKS))
+    assert not decodes.grow(0, ((9,),))
 
 
-def changed(place: int, **changes: object):
-    def change(steps: list[SequenceStep]) -> list[SequenceStep]:
-        return [*steps[:place], msgspec.structs.replace(steps[place], **changes), *steps[place + 1 :]]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda steps: steps[:-1],
-        lambda steps: [*steps, SequenceStep(9, 0, 1, ((),), True)],
-        lambda steps: steps[::-1],
-        changed(1, seq_id=7),
-        changed(1, start=3),
-        changed(2, num_tokens=2),
-        changed(0, samples=False),
-    ],
-)
-def test_anything_but_the_next_token_of_the_same_sequences_is_built_afresh(other) -> None:
-    streams = Streams([6, 9, 2])
-    decodes = streams.decodes(streams.steps())
-    streams.take(0)
-    assert not decodes.advance(other(streams.steps()))
-
-
-@pytest.mark.parametrize("hole", [False, True])
-def test_a_sequence_without_its_next_block_is_no_decode(hole: bool) -> None:
+def test_what_is_no_block_makes_no_batch() -> None:
     streams = Streams([4])
-    decodes = streams.decodes(streams.steps())
-    streams.take(0)
-    if hole:
-        streams.table.append_blocks(streams.rows[0], ((NO_BLOCK,),))
-    assert not decodes.advance([SequenceStep(0, 4, 1, ((),), True)])
+    decodes = streams.decodes()
+    assert not decodes.grow(0, ((NO_BLOCK,),))
+    with pytest.raises(ValueError, match="without a block"):
+        decodes.step()
 
 
 @pytest.mark.parametrize(
@@ -127,6 +162,8 @@ def test_a_sequence_without_its_next_block_is_no_decode(hole: bool) -> None:
         {"temperature": 0.5, "top_p": 0.8},
         {"logprobs": 2},
         {"logit_bias": {3: 1.0}},
+        {"min_tokens": 9, "stop_token_ids": (1,)},
+        {"bad_words": ((1, 2), (3,))},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.1},
         {"frequency_penalty": 0.1, "temperature": 1.0},
@@ -134,31 +171,34 @@ def test_a_sequence_without_its_next_block_is_no_decode(hole: bool) -> None:
 )
 def test_what_is_asked_for_again_is_what_would_be_asked(params: dict[str, object]) -> None:
     streams = Streams([6, 9], **params)
-    steps = streams.steps()
-    decodes = streams.decodes(steps)
-    decodes.keep(ask(streams.table, list(zip(steps, streams.rows, strict=True)), (), 50))
-    assert decodes.asked is not None
-    for step in range(5):
-        streams.take(step)
-        steps = streams.steps()
-        assert decodes.advance(steps)
-        wanted = ask(streams.table, list(zip(steps, streams.rows, strict=True)), (), 50)
-        assert decodes.asked.rows.uniforms.tolist() == wanted.rows.uniforms.tolist()
-        assert decodes.asked.rows.temperature.tolist() == wanted.rows.temperature.tolist()
-        assert repr(replace(decodes.asked.rows, uniforms=None)) == repr(replace(wanted.rows, uniforms=None))
+    decodes = streams.decodes()
+    for _ in range(5):
+        wanted = streams.asked(streams.grow(decodes)).rows
+        if decodes.plain:
+            decodes.step()
+            decodes.leave()
+            streams.took([], told=False)
+        else:
+            asked, chosen = decodes.choose(streams.device)  # type: ignore[arg-type]
+            assert asked.rows is streams.device.rows
+            streams.took(chosen.token_ids.tolist())
+        found = streams.device.rows
+        assert found is not None
+        assert found.uniforms.tolist() == wanted.uniforms.tolist()
+        assert found.temperature.tolist() == wanted.temperature.tolist()
+        assert repr(replace(found, uniforms=None)) == repr(replace(wanted, uniforms=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "plain"),
     [
-        {"min_tokens": 3, "stop_token_ids": (1,)},
-        {"bad_words": ((1, 2),)},
-        {"allowed_token_ids": (1, 2)},
+        ({"top_k": 5}, True),
+        ({"logprobs": 0}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"min_tokens": 3, "stop_token_ids": (1,)}, False),
+        ({"bad_words": ((1, 2),)}, False),
+        ({"allowed_token_ids": (1, 2)}, False),
     ],
 )
-def test_what_depends_on_the_tokens_is_asked_anew(params: dict[str, object]) -> None:
-    streams = Streams([6, 9], **params)
-    steps = streams.steps()
-    decodes = streams.decodes(steps)
-    decodes.keep(ask(streams.table, list(zip(steps, streams.rows, strict=True)), (), 50))
-    assert decodes.asked is None
+def test_one_call_does_for_what_stays_the_same_and_needs_no_report(params: dict[str, object], plain: bool) -> None:
+    assert Streams([6, 9], **params).decodes().plain == plain

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from headrace.engine.plan import NewSequence
+from headrace.kernels.draws import random_stream, uniforms
 from headrace.kernels.ops import SamplingRows
 from headrace.protocol.ipc import SamplingParams
-from headrace.runtime.sampling import SequenceSampling, random_stream, sampling_rows, uniforms
+from headrace.runtime.sampling import SequenceSampling, sampling_rows
 from headrace.runtime.token_counts import TokenCounts
 
 PROMPT = (5, 6, 5)

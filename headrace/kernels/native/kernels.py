@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.config import kv_cache_format
 from headrace.kernels.int8_weights import GROUP_SIZE, quantises, to_int8
 from headrace.kernels.native import library
+from headrace.kernels.native.decode import Captured
 from headrace.kernels.native.library import address, contiguous
 from headrace.kernels.native.program import Program, Recording, Symbol, record
 from headrace.kernels.native.sampling import Sampler
@@ -226,15 +227,11 @@ class NativeKernels:
 
     # a step
 
-    def capture(self, forward: Callable[[BatchHandle], Symbol]) -> Callable[[Batch], Float32]:
+    def capture(self, forward: Callable[[BatchHandle], Symbol]) -> Captured:
         """`forward` runs once, now, without a batch."""
         program = self._record(lambda inputs: forward(THE_BATCH), ())
-
-        def step(batch: Batch, owner: object = forward) -> Float32:
-            # `owner` holds the weights, of which the program knows the addresses only.
-            return program(batch, self._kv_cache().pointer if program.uses_cache else None)
-
-        return step
+        cache = (lambda: self._kv_cache().pointer) if program.uses_cache else lambda: None
+        return Captured(self._device.pointer, program, cache, owner=forward)
 
     def evaluate(
         self, forward: Callable[..., Symbol], inputs: Sequence[Float32] = (), batch: Batch | None = None

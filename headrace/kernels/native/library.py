@@ -1,6 +1,6 @@
 """The compiled library csrc/ behind ctypes: its structs, its functions, and where it is.
 
-Structs mirror csrc/ops.h and csrc/program.h field by field. Calls release the interpreter's lock.
+Structs mirror csrc/ops.h, program.h, decode.h and abi.cpp field by field. Calls release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PATH = Path(__file__).with_name("libheadrace.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 OP_KINDS = (
     "embed",
@@ -145,6 +145,35 @@ class SampleArgs(Struct):
     )
 
 
+class Decodes(Struct):
+    _fields_ = (
+        ("sequences", c_int64),
+        ("groups", c_int64),
+        ("block_size", c_int64),
+        ("table_width", c_int64),
+        ("chosen", c_void_p),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("seq_lens", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_tables", c_void_p),
+        ("num_blocks", c_void_p),
+        ("streams", c_void_p),
+        ("uniforms", c_void_p),
+    )
+
+
+class DecodeStep(Struct):
+    _fields_ = (
+        ("device", c_void_p),
+        ("ops", POINTER(Op)),
+        ("count", c_int64),
+        ("step", POINTER(Step)),
+        ("sample", POINTER(SampleArgs)),
+        ("decodes", Decodes),
+    )
+
+
 _PROTOTYPES: dict[str, tuple[Any, Sequence[Any]]] = {
     "hr_abi_version": (c_int32, ()),
     "hr_variant_name": (c_char_p, (c_int32,)),
@@ -162,6 +191,8 @@ _PROTOTYPES: dict[str, tuple[Any, Sequence[Any]]] = {
     "hr_cache_write_block": (None, (c_void_p, c_int64, c_void_p)),
     "hr_run": (None, (c_void_p, c_void_p, c_int64, POINTER(Step))),
     "hr_sample": (c_int32, (c_void_p, POINTER(SampleArgs))),
+    "hr_advance": (c_int32, (POINTER(Decodes),)),
+    "hr_decode": (c_int32, (POINTER(DecodeStep),)),
 }
 
 
@@ -196,11 +227,13 @@ def variants() -> tuple[str, ...]:
     return tuple(names)
 
 
-def address(array: NDArray[Any] | None) -> int | None:
-    """Of the first element; the caller keeps the array alive as long as the address is used."""
+def address(array: NDArray[Any] | None, dtype: Any = None) -> int | None:
+    """Of the first element, which must be of the `dtype` if one is given; the caller keeps the array alive as long as
+    the address is used."""
     if array is None:
         return None
     assert array.flags.c_contiguous
+    assert dtype is None or array.dtype == dtype
     return array.ctypes.data
 
 

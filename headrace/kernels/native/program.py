@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.kernels.native import library
 from headrace.kernels.native.library import address
@@ -88,8 +87,8 @@ class Program:
         self._library = library.load()
         self._device = device
         places, self._widths, self._sampling = _placed(recording, output)
-        self._ops = (library.Op * len(recording.operations))()
-        for op, recorded in zip(self._ops, recording.operations, strict=True):
+        self.ops = (library.Op * len(recording.operations))()
+        for op, recorded in zip(self.ops, recording.operations, strict=True):
             op.kind = library.OP_KINDS.index(recorded.kind)
             op.sampling = recorded.sampling
             for slots, symbols in ((op.inputs, recorded.inputs), (op.outputs, recorded.outputs)):
@@ -116,32 +115,34 @@ class Program:
 
         A batch that is the same object as in the last call has the same arrays, whatever is in them by now."""
         if batch is not self._batch or cache != self._cache:
-            self._prepare(batch, cache)
+            step, self._rows = self.prepared(batch, cache)
+            self._batch, self._cache, self._step = batch, cache, ctypes.byref(step)
         for place, values in zip(self._inputs, inputs, strict=True):
             self._arrays[place][: len(values)] = values
-        self._library.hr_run(self._device, self._ops, len(self._ops), self._step)
+        self._library.hr_run(self._device, self.ops, len(self.ops), self._step)
         return self._rows
 
-    def _prepare(self, batch: Batch, cache: int | None) -> None:
-        """The addresses of a batch's arrays, and the part of the output that is its."""
+    def prepared(self, batch: Batch, cache: int | None) -> tuple[library.Step, Float32]:
+        """The addresses of a batch's arrays, which whoever uses them keeps, and the part of the output that is its.
+        Of use until there is another batch."""
         rows, sample_rows = len(batch.token_ids), len(batch.sample_rows)
         self._make_room(rows, sample_rows)
-        shared = [_int32(part) for part in (batch.token_ids, batch.positions, batch.query_start, batch.seq_lens)]
-        token_ids, positions, query_start, seq_lens = shared
+        token_ids, positions, query_start, seq_lens = (
+            address(part, np.int32) for part in (batch.token_ids, batch.positions, batch.query_start, batch.seq_lens)
+        )
         groups = (library.BatchView * len(batch.slot_mapping))(
             *(
                 library.BatchView(
-                    rows, len(batch.seq_lens), token_ids, positions, _int32(slots), query_start, seq_lens,
-                    _int32(tables), tables.shape[1],
+                    rows, len(batch.seq_lens), token_ids, positions, address(slots, np.int32), query_start, seq_lens,
+                    address(tables, np.int32), tables.shape[1],
                 )
                 for slots, tables in zip(batch.slot_mapping, batch.block_tables, strict=True)
             )
         )  # fmt: skip
-        step = library.Step(cache, groups, _int32(batch.sample_rows), sample_rows, self._buffers)
-        self._batch, self._cache, self._step = batch, cache, ctypes.byref(step)
+        step = library.Step(cache, groups, address(batch.sample_rows, np.int32), sample_rows, self._buffers)
         count = sample_rows if self._sampling[self._output.buffer] else rows
         output = self._output
-        self._rows = self._arrays[output.buffer][:count, output.column : output.column + output.width]
+        return step, self._arrays[output.buffer][:count, output.column : output.column + output.width]
 
     def _make_room(self, rows: int, sample_rows: int) -> None:
         for sampling, wanted in enumerate((rows, sample_rows)):
@@ -154,11 +155,6 @@ class Program:
                     self._arrays[index] = np.empty((self._capacity[sampling], width), np.float32)
                     self._buffers[index].data = self._arrays[index].ctypes.data
                     self._buffers[index].width = width
-
-
-def _int32(values: NDArray[np.int32]) -> int | None:
-    assert values.dtype == np.int32
-    return address(values)
 
 
 def record(

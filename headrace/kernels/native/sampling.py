@@ -21,82 +21,83 @@ class Sampler:
         self._library = library.load()
         self._logits: Float32 | None = None
         self._rows: SamplingRows | None = None
-        self._arguments: Any = None
-        self._broken: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._sampled = SampledRows(np.empty(0, np.int32))
+        self._argument: Any = None
+        self._prepared: Prepared | None = None
 
     def __call__(self, logits: Float32, rows: SamplingRows) -> SampledRows:
         """One token for each row of `logits` [rows, vocab], in memory that the next call may write to again. Raises
         InvalidLogits.
 
         What is the same object as in the last call has the same arrays, whatever is in them by now."""
-        if rows is not self._rows or logits is not self._logits:
-            self._prepare(logits, rows)
-        if self._library.hr_sample(self._device, self._arguments):
-            if (self._broken == 2).any():
-                raise MemoryError(f"no memory to choose tokens of {logits.shape[1]} in")
-            raise InvalidLogits(np.flatnonzero(self._broken).tolist())
-        return self._sampled
+        if rows is not self._rows or logits is not self._logits or self._prepared is None:
+            self._prepared = Prepared(logits, rows)
+            self._logits, self._rows, self._argument = logits, rows, ctypes.byref(self._prepared.arguments)
+        if self._library.hr_sample(self._device, self._argument):
+            raise self._prepared.error()
+        return self._prepared.sampled
 
-    def _prepare(self, logits: Float32, rows: SamplingRows) -> None:
-        count, vocab = logits.shape
 
-        def given(array: NDArray[Any] | None, dtype: Any) -> int | None:
-            assert array is None or array.dtype == dtype
-            return address(array)
+class Prepared:
+    """The `arguments` that have the library choose a token for each row of `logits`, and what comes of it. The arrays
+    they are made of are whose they were."""
 
-        def lists(part: TokenLists | None) -> library.TokenLists:
-            if part is None:
-                return library.TokenLists()
-            return library.TokenLists(
-                given(part.starts, np.int32), given(part.token_ids, np.int32), given(part.numbers, np.float32)
-            )
-
-        def wanted(shape: int | tuple[int, int], dtype: Any) -> tuple[NDArray[Any], int]:
-            array = np.empty(shape, dtype)
-            return array, array.ctypes.data
-
-        token_ids, token_ids_at = wanted(count, np.int32)
-        self._broken, broken_at = wanted(count, np.uint8)
-        arguments = library.SampleArgs(
+    def __init__(self, logits: Float32, rows: SamplingRows, token_ids: NDArray[np.int32] | None = None) -> None:
+        """`token_ids`, if given, are where the tokens go."""
+        count, self._vocab = logits.shape
+        self._broken = np.empty(count, np.uint8)
+        token_ids = np.empty(count, np.int32) if token_ids is None else token_ids
+        self.arguments = library.SampleArgs(
             logits=library.View(logits.ctypes.data, logits.strides[0] // 4),
             rows=count,
-            vocab=vocab,
-            temperature=given(rows.temperature, np.float32),
-            uniforms=given(rows.uniforms, np.float32),
-            top_k=given(rows.top_k, np.int32),
-            top_p=given(rows.top_p, np.float32),
-            min_p=given(rows.min_p, np.float32),
-            repetition_penalty=given(rows.repetition_penalty, np.float32),
-            frequency_penalty=given(rows.frequency_penalty, np.float32),
-            presence_penalty=given(rows.presence_penalty, np.float32),
-            seen=lists(rows.seen),
-            generated=lists(rows.generated),
-            logit_bias=lists(rows.logit_bias),
-            forbidden=lists(rows.forbidden),
-            allowed=lists(rows.allowed),
-            scored=lists(rows.scored),
-            given=given(rows.given, np.int32),
-            mask=given(rows.mask, np.uint32),
-            masked=given(rows.masked, np.uint8),
+            vocab=self._vocab,
+            temperature=address(rows.temperature, np.float32),
+            uniforms=address(rows.uniforms, np.float32),
+            top_k=address(rows.top_k, np.int32),
+            top_p=address(rows.top_p, np.float32),
+            min_p=address(rows.min_p, np.float32),
+            repetition_penalty=address(rows.repetition_penalty, np.float32),
+            frequency_penalty=address(rows.frequency_penalty, np.float32),
+            presence_penalty=address(rows.presence_penalty, np.float32),
+            seen=_lists(rows.seen),
+            generated=_lists(rows.generated),
+            logit_bias=_lists(rows.logit_bias),
+            forbidden=_lists(rows.forbidden),
+            allowed=_lists(rows.allowed),
+            scored=_lists(rows.scored),
+            given=address(rows.given, np.int32),
+            mask=address(rows.mask, np.uint32),
+            masked=address(rows.masked, np.uint8),
             num_logprobs=-1,
-            token_ids=token_ids_at,
-            broken=broken_at,
+            token_ids=address(token_ids, np.int32),
+            broken=address(self._broken),
         )
         reports: dict[str, NDArray[Any]] = {}
         if rows.num_logprobs is not None:
-            width = min(rows.num_logprobs, vocab)
-            arguments.num_logprobs = width
-            for name, shape, dtype in (
-                ("logprobs", count, np.float32),
-                ("ranks", count, np.int32),
-                ("top_token_ids", (count, width), np.int32),
-                ("top_logprobs", (count, width), np.float32),
-            ):
-                reports[name], at = wanted(shape, dtype)
-                setattr(arguments, name, at)
+            width = min(rows.num_logprobs, self._vocab)
+            self.arguments.num_logprobs = width
+            shapes: dict[str, tuple[Any, Any]] = {
+                "logprobs": (count, np.float32),
+                "ranks": (count, np.int32),
+                "top_token_ids": ((count, width), np.int32),
+                "top_logprobs": ((count, width), np.float32),
+            }
             if rows.scored is not None:
-                reports["scored_logprobs"], arguments.scored_logprobs = wanted(len(rows.scored.token_ids), np.float32)
-        self._logits, self._rows = logits, rows
-        self._arguments = ctypes.byref(arguments)
-        self._sampled = SampledRows(token_ids, **reports)
+                shapes["scored_logprobs"] = len(rows.scored.token_ids), np.float32
+            for name, (shape, dtype) in shapes.items():
+                reports[name] = np.empty(shape, dtype)
+                setattr(self.arguments, name, address(reports[name]))
+        self.sampled = SampledRows(token_ids, **reports)
+
+    def error(self) -> MemoryError | InvalidLogits:
+        """What was wrong when the library said that rows are broken."""
+        if (self._broken == 2).any():
+            return MemoryError(f"no memory to choose tokens of {self._vocab} in")
+        return InvalidLogits(np.flatnonzero(self._broken).tolist())
+
+
+def _lists(part: TokenLists | None) -> library.TokenLists:
+    if part is None:
+        return library.TokenLists()
+    return library.TokenLists(
+        address(part.starts, np.int32), address(part.token_ids, np.int32), address(part.numbers, np.float32)
+    )

@@ -22,6 +22,7 @@ from headrace.kernels.int8_weights import quantises, to_int8
 from headrace.kernels.ops import Batch, Float32, Int32, KVCacheLayout, SampledRows, SamplingRows
 from headrace.kernels.reference import sampling
 from headrace.kernels.reference.attention import AttentionPlan, attend, plan_attention
+from headrace.kernels.reference.decode import Eager
 from headrace.kernels.reference.int8 import Int8Matrix, pack_int8
 from headrace.kernels.reference.kv_cache import CachePart, allocate_part
 from headrace.kernels.reference.linear import Matrix, TrustedHeights, multiply, pack
@@ -177,8 +178,8 @@ class ReferenceKernels:
 
     # a step
 
-    def capture(self, forward: Callable[[LoadedBatch], Tensor]) -> Callable[[Batch], Tensor]:
-        return lambda batch: forward(self.load_batch(batch))
+    def capture(self, forward: Callable[[LoadedBatch], Tensor]) -> Eager:
+        return Eager(lambda batch: forward(self.load_batch(batch)), self.sample)
 
     def load_batch(self, batch: Batch) -> LoadedBatch:
         def plan(group: int, window: int | None) -> AttentionPlan:
