@@ -88,12 +88,14 @@ class Framer:
 
     def feed(self, data: bytes) -> bytes:
         """The events that are complete now, b"" where none is."""
+        seen = 0
         if self.rest:
+            seen = max(0, len(self.rest) - 2)  # what was looked through already is not looked through again
             data = self.rest + data
         if data.endswith(b"\n\n"):
             self.rest = b""
             return data
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
+        end = max(data.rfind(b"\n\n", seen) + 2, data.rfind(b"\n\r\n", seen) + 3)
         if end < 4:
             self.rest = data
             return b""
