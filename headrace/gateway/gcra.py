@@ -35,7 +35,7 @@ class Rate:
 
     def take(self, units: int, now_ns: int) -> None:
         """Use units now, whether there is room or not."""
-        self._empty_at = now_ns * self.limit + self._level(now_ns) + units * PERIOD_NS
+        self._empty_at = max(self._empty_at, now_ns * self.limit) + units * PERIOD_NS
 
     def remaining(self, now_ns: int) -> int:
         """Units that fit now."""
