@@ -166,3 +166,15 @@ def form_field(body: bytes, content_type: bytes, name: str) -> tuple[int, int] |
             return None if end < 0 else (start, max(start, end))
         at = end + 2
     return None
+
+
+def with_form_field(body: bytes, content_type: bytes, name: str, value: str) -> bytes:
+    """The form with this value in the field, which is added where the form lacks it."""
+    span = form_field(body, content_type, name)
+    if span is not None:
+        return body[: span[0]] + value.encode() + body[span[1] :]
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
+        return body
+    head = b'--%s\r\nContent-Disposition: form-data; name="%s"\r\n\r\n' % (boundary[1], name.encode())
+    return head + value.encode() + b"\r\n" + body

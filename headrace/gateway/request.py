@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.gateway import headers, stream
 from headrace.gateway.balance import MAX_PROMPT_BYTES, Affinity, affinity_of
-from headrace.gateway.body import Fields, form_field
+from headrace.gateway.body import Fields, form_field, with_form_field
 from headrace.gateway.estimate import estimate_tokens
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.headers import TextHeaders
@@ -226,7 +226,6 @@ def call_for(
 
 def _form(request: Request, model: str) -> bytes:
     """The form with the model's name at the upstream."""
-    span = form_field(request.body, request.content_type, "model")
-    if span is None or request.facts.model == model:
+    if request.facts.model == model:
         return request.body
-    return request.body[: span[0]] + model.encode() + request.body[span[1] :]
+    return with_form_field(request.body, request.content_type, "model", model)

@@ -365,6 +365,17 @@ def test_a_form_goes_to_its_models_upstream_unchanged(gateway: ThreadedGateway, 
     assert second.last.headers["content-type"].startswith("multipart/form-data; boundary=")
 
 
+def test_a_form_that_names_no_model_gets_the_default_one(tmp_path, first: FakeUpstream) -> None:
+    first.answer = replies.json_reply({"text": "hello"})
+    config = 'default_model = "small"\n' + NAMES.format(main=first.url)
+    with threaded_gateway(tmp_path, config, suffix=".toml") as own:
+        answer = own.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", b"RIFF")})
+        assert answer.json() == {"text": "hello"}
+    field = b'Content-Disposition: form-data; name="model"\r\n\r\norg/real-7b\r\n'
+    assert field in first.last.body and b"\r\n\r\nRIFF\r\n--" in first.last.body
+    assert first.last.body.count(b" name=") == 2
+
+
 def test_speech_comes_as_the_bytes_it_is(gateway: ThreadedGateway, first: FakeUpstream) -> None:
     first.answer = Reply(content_type="audio/mpeg", framing="chunked", parts=(b"\xff\xfb" * 5000, b"end"))
     answer = gateway.client.post("/v1/audio/speech", json={"model": "fake", "input": "Hi", "voice": "x"})
