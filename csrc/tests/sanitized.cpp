@@ -11,6 +11,7 @@
 #include <ctime>
 #include <vector>
 
+#include "../decode.h"
 #include "../kv_cache.h"
 #include "../linear.h"
 #include "../ops.h"
@@ -428,6 +429,32 @@ void drive_sample(Pools& pools, const Kernels& k) {
   }
 }
 
+// Sequences go on until the first has no block for its token.
+void drive_decode() {
+  const int64_t count = between(1, 40), groups = between(1, 3), size = between(1, 20), width = between(1, 9);
+  Exact<int32_t> chosen(count), tokens(count), positions(count), lens(count), slots(groups * count);
+  Exact<int32_t> tables(groups * count * width), held(groups * count);
+  Exact<uint64_t> streams(count);
+  Exact<float> uniforms(count);
+  chosen.fill([](int64_t i) { return static_cast<int32_t>(i); });
+  positions.fill([&](int64_t) { return static_cast<int32_t>(between(0, width * size - 1)); });
+  tables.fill([](int64_t) { return static_cast<int32_t>(between(0, 1000)); });
+  held.fill([&](int64_t row) {
+    const int64_t least = positions.data[row % count] / size + 1;
+    return static_cast<int32_t>(between(least, width));
+  });
+  streams.fill([](int64_t) { return next(); });
+  const Decodes decodes = {count,      groups,        size,       width,     chosen.data,
+                           tokens.data, positions.data, lens.data, slots.data, tables.data,
+                           held.data,   chance(50) ? streams.data : nullptr,  uniforms.data};
+  int64_t steps = 0;
+  while (advance(decodes)) {
+    if (++steps >= width * size) fail("decode", "advance", "went on without a block");
+    for (int64_t i = 0; decodes.streams != nullptr && i < count; i++)
+      if (!(uniforms.data[i] >= 0.0f && uniforms.data[i] < 1.0f)) fail("decode", "advance", "a draw beyond [0, 1)");
+  }
+}
+
 }  // namespace
 }  // namespace headrace
 
@@ -448,6 +475,7 @@ int main(int count, char** arguments) {
       drive_attention(pools, k);
       drive_sample(pools, k);
       drive_sample(pools, k);
+      drive_decode();
     }
     std::printf("%s: %d rounds of every operation\n", k.name, rounds);
     std::fflush(stdout);
