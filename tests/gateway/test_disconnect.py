@@ -62,9 +62,13 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_reaches_nobody(
 
 
 def test_a_client_that_leaves_between_two_attempts_ends_them(gateway: ThreadedGateway, upstream: FakeUpstream) -> None:
+    def failures() -> list[bytes]:
+        return [line for line in gateway.state.metrics.text().splitlines() if b"upstream_failures_total{" in line]
+
     upstream.answer = replies.rate_limited(1)
+    before = failures()
     connection = sent(gateway, CHAT, BODY)
-    assert upstream.wait_for(lambda u: len(u.requests) == 1)
+    assert upstream.wait_for(lambda u: len(u.requests) == 1 and failures() != before)
     connection.close()
     assert gateway.wait_until_idle(0.8)
     event = gateway.wait_for_events(1)[0]
