@@ -191,7 +191,7 @@ async def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same(app
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sleep_ends_running_requests_or_waits_for_them(app: App) -> None:
     async def long(name: str) -> str | None:
-        params = SamplingParams(max_tokens=60, temperature=0.0)
+        params = SamplingParams(max_tokens=1000, temperature=0.0)
         async for output in app.serving.client.generate(name, [1, 2, 3], params):
             if output.finish_reason is not None:
                 return output.finish_reason
