@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.plan import NO_BLOCK
+from headrace.engine.plan import NO_BLOCK, SequenceStep
 from headrace.kernels.ops import Batch, DecodeState, Forward, Kernels, SampledRows
 from headrace.runtime.choosing import Asked, ask
 from headrace.runtime.sampling import token_counts
@@ -61,35 +61,46 @@ class Decodes:
         self._decoder = forward.decoder(DecodeState(self._batch, num_blocks, block_size, self._chosen, rows, streams))
         self._steps: list[list[int]] = []
         """The tokens of each that the table does not have yet."""
+        self._growing: list[tuple[int, tuple[tuple[int, ...], ...]]] = []
+        self._grown: list[tuple[int, tuple[tuple[int, ...], ...]]] = []
+        """Places and new blocks: of the next step, and those that the table does not have yet."""
 
     @property
     def seq_ids(self) -> Sequence[int]:
         """In the order of the batch."""
         return self._asked.seq_ids
 
-    def grow(self, place: int, block_ids: Sequence[Sequence[int]]) -> bool:
-        """The sequence at this place of the batch has new blocks of each group. False if there is no room for them, or
-        they are none: this is then of no use any more."""
-        for group, own in enumerate(block_ids):
-            for block_id in own:
-                column = self._num_blocks[group, place]
-                if column == self._width or block_id == NO_BLOCK:
-                    return False
-                self._tables[group, place, column] = block_id
-                self._num_blocks[group, place] = column + 1
+    def grow(self, steps: Sequence[SequenceStep]) -> bool:
+        """Take in the new blocks of the steps to come next. False if there is no room for them, or they are none: this
+        is then of no use any more."""
+        self._growing = []
+        for place, step in enumerate(steps):
+            if any(step.new_block_ids):
+                self._growing.append((place, step.new_block_ids))
+                for group, own in enumerate(step.new_block_ids):
+                    for block_id in own:
+                        column = self._num_blocks[group, place]
+                        if column == self._width or block_id == NO_BLOCK:
+                            return False
+                        self._tables[group, place, column] = block_id
+                        self._num_blocks[group, place] = column + 1
         return True
 
     def step(self) -> list[int]:
         """Compute and choose the next token of each sequence."""
         token_ids = self._decoder.step()
         self._steps.append(token_ids)
+        self._grown += self._growing
         return token_ids
 
     def leave(self) -> None:
-        """The table learns of the tokens; whatever comes now is built from it."""
+        """The table learns of the tokens and blocks; whatever comes now is built from it."""
+        rows = self._asked.table_rows
+        for place, block_ids in self._grown:
+            self._table.append_blocks(rows[place], block_ids)
         if self._steps:
-            self._table.append_steps(self._asked.table_rows, self._steps)
-            self._steps = []
+            self._table.append_steps(rows, self._steps)
+        self._steps, self._grown = [], []
 
     def choose(self, kernels: Kernels) -> tuple[Asked, SampledRows]:
         """Compute the next token of each sequence and have it chosen: what was asked, and the answer."""
@@ -97,6 +108,7 @@ class Decodes:
         asked = self._asked_now()
         chosen = kernels.sample(self._forward(self._batch), asked.rows)
         self._chosen[:] = chosen.token_ids
+        self._grown += self._growing
         return asked, chosen
 
     def _asked_now(self) -> Asked:

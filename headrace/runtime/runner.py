@@ -117,18 +117,14 @@ class Runner:
     def execute(self, plan: Plan) -> StepResult:
         """Do one step. Raises BrokenSequences, DeviceLost, or whatever the device raised."""
         started_s = time.perf_counter()
-        if self._decodes is not None and not (plan.continues and len(self._decodes.seq_ids) == len(plan.steps)):
-            self._leave_decodes()  # also after a plan that was done in parts: it has left those of the last part
         decodes = self._decodes
-        growing = []
-        for place, step in enumerate(plan.steps):
-            if any(step.new_block_ids) or step.loads:
-                growing.append((place, step))
         try:
-            if decodes is None or growing or plan.saves or not decodes.plain:
-                return self._do(plan, growing, decodes, started_s)
-            token_ids = self._step(decodes)
-            return StepResult(plan.step, time.perf_counter() - started_s, (), token_ids=token_ids)
+            # A plan that was done in parts has left the decodes of the last part.
+            continues = decodes is not None and plan.continues and len(decodes.seq_ids) == len(plan.steps)
+            if decodes is not None and continues and decodes.grow(plan.steps):
+                return self._go_on(plan, decodes, started_s)
+            self._leave_decodes()
+            return self._do(plan, started_s)
         except BaseException as error:
             self._leave_decodes()
             # The buffers of what failed hang on its frames, and whoever does the work again needs their memory.
@@ -141,10 +137,26 @@ class Runner:
             self._decodes.leave()
             self._decodes = None
 
-    def _do(
-        self, plan: Plan, growing: Sequence[tuple[int, SequenceStep]], decodes: Decodes | None, started_s: float
-    ) -> StepResult:
-        """`growing` are the steps with new blocks and their places in the plan, `decodes` what it continues."""
+    def _go_on(self, plan: Plan, decodes: Decodes, started_s: float) -> StepResult:
+        """The next token of each sequence of the last step."""
+        if plan.saves:
+            self._host.save(plan.saves)
+        loaded_s = time.perf_counter()
+        token_ids: Sequence[int] = ()
+        sampled: tuple[Sampled, ...] = ()
+        try:
+            if decodes.plain:
+                token_ids = decodes.step()
+            else:
+                asked, chosen = decodes.choose(self.kernels)
+                sampled = results(asked, chosen, (), self._table)[0]
+        except InvalidLogits as error:
+            raise _broken(decodes.seq_ids, error) from error
+        done_s = time.perf_counter()
+        return StepResult(plan.step, done_s - loaded_s, sampled, saved_s=loaded_s - started_s, token_ids=token_ids)
+
+    def _do(self, plan: Plan, started_s: float) -> StepResult:
+        """A plan of its own."""
         table = self._table
         for seq_id in plan.dropped:
             table.drop(seq_id)
@@ -155,29 +167,19 @@ class Runner:
             table.add(sequence, self._grammar_state(sequence))
         grown: list[tuple[int, NDArray[np.int64]]] = []
         try:
+            growing = [step for step in plan.steps if step.loads or any(step.new_block_ids)]
             failed = self._host.load(plan.loads) if growing else frozenset()
             loaded_s = time.perf_counter()
             lost = _without_blocks(plan, failed) if failed else frozenset()
             if plan.block_copies:
                 self.kernels.copy_blocks(plan.block_copies)
-            for place, step in growing:
+            for step in growing:
                 if step.seq_id not in lost:
                     row = table.row(step.seq_id)
                     grown.append((row, table.num_blocks[:, row].copy()))
                     table.append_blocks(row, step.new_block_ids)
-                    if decodes is not None and not decodes.grow(place, step.new_block_ids):
-                        decodes = None
-                        self._leave_decodes()
-            sampled: tuple[Sampled, ...] = ()
-            scored: tuple[Scored, ...] = ()
-            token_ids: Sequence[int] = ()
-            if decodes is None:
-                steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
-                sampled, scored = self._compute(steps) if steps else ((), ())
-            elif decodes.plain:
-                token_ids = self._step(decodes)
-            else:
-                sampled = self._choose(decodes)
+            steps = [step for step in plan.steps if step.seq_id not in lost] if lost else plan.steps
+            sampled, scored = self._compute(steps) if steps else ((), ())
         except BaseException:
             for row, num_blocks in grown:
                 table.num_blocks[:, row] = num_blocks
@@ -188,23 +190,8 @@ class Runner:
             table.drop(seq_id)
         return StepResult(
             plan.step, time.perf_counter() - loaded_s, sampled, scored, tuple(lost), saved_s - started_s,
-            loaded_s - saved_s, token_ids,
+            loaded_s - saved_s,
         )  # fmt: skip
-
-    def _step(self, decodes: Decodes) -> list[int]:
-        """The next token of each sequence of the last step."""
-        try:
-            return decodes.step()
-        except InvalidLogits as error:
-            raise _broken(decodes.seq_ids, error) from error
-
-    def _choose(self, decodes: Decodes) -> tuple[Sampled, ...]:
-        """The same, where more is asked for."""
-        try:
-            asked, chosen = decodes.choose(self.kernels)
-        except InvalidLogits as error:
-            raise _broken(decodes.seq_ids, error) from error
-        return results(asked, chosen, (), self._table)[0]
 
     def _compute(self, steps: Sequence[SequenceStep]) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
         """All that can be done before the forward, which sweeps the caches, is done before it."""

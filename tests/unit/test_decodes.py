@@ -30,6 +30,7 @@ class Streams:
         self.table = SequenceTable(num_groups)
         self.free = list(np.random.default_rng(0).permutation(5000).tolist())
         self.lengths = list(lengths)
+        self.held = [0] * len(lengths)
         asked = SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **params})  # type: ignore[arg-type]
         for seq_id, length in enumerate(lengths):
             own = msgspec.structs.replace(asked, seed=seq_id)
@@ -37,17 +38,16 @@ class Streams:
         self.rows = [self.table.row(seq_id) for seq_id in range(len(lengths))]
         self.device = Device(self)
 
-    def steps(self, ahead: int = 0) -> list[SequenceStep]:
-        """The last token of each, in blocks for it and `ahead` more, which are in the table then."""
+    def steps(self, ahead: int = 0, *, told: bool = True) -> list[SequenceStep]:
+        """The last token of each, in blocks for it and `ahead` more; the table is `told` of these."""
         steps = []
         for seq_id, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            held = self.table.num_blocks[:, row]
-            new = [
-                [self.free.pop() for _ in range(held[g], -(-(length + ahead) // SIZE))]
-                for g in range(len(self.table.blocks))
-            ]
-            self.table.append_blocks(row, new)
-            steps.append(SequenceStep(seq_id, length - 1, 1, tuple(map(tuple, new)), True))
+            wanted = -(-(length + ahead) // SIZE)
+            count, self.held[seq_id] = wanted - self.held[seq_id], wanted
+            new = tuple(tuple(self.free.pop() for _ in range(count)) for _ in range(len(self.table.blocks)))
+            if told:
+                self.table.append_blocks(row, new)
+            steps.append(SequenceStep(seq_id, length - 1, 1, new, True))
         return steps
 
     def built(self, steps: list[SequenceStep]):
@@ -64,8 +64,8 @@ class Streams:
         return Decodes(self.table, batch, asked, np.array(tokens, np.int32), SIZE, self.device, VOCAB)
 
     def grow(self, decodes: Decodes, ahead: int = 0) -> list[SequenceStep]:
-        steps = self.steps(ahead)
-        assert all(decodes.grow(place, step.new_block_ids) for place, step in enumerate(steps))
+        steps = self.steps(ahead, told=False)
+        assert decodes.grow(steps)
         return steps
 
     def next_tokens(self) -> list[int]:
@@ -117,7 +117,7 @@ def test_a_batch_that_goes_on_is_the_batch_that_would_be_built(lengths: list[int
         tokens = streams.next_tokens()
         before = streams.table.num_tokens.copy()
         assert decodes.step() == tokens
-        assert streams.table.num_tokens.tolist() == before.tolist(), "the table learns of the tokens at the end"
+        assert streams.table.num_tokens.tolist() == before.tolist(), "the table learns of it at the end"
         decodes.leave()
         # What was computed came before these tokens.
         streams.table.num_tokens[streams.rows] -= 1
@@ -143,14 +143,14 @@ def test_the_table_learns_of_all_tokens_when_a_batch_is_left() -> None:
 
 def test_without_a_column_for_the_next_block_a_batch_is_built_afresh() -> None:
     decodes = Streams([3]).decodes()
-    assert all(decodes.grow(0, ((i,),)) for i in range(SPARE_BLOCKS))
-    assert not decodes.grow(0, ((9,),))
+    assert decodes.grow([SequenceStep(0, 3, 1, (tuple(range(SPARE_BLOCKS)),), True)])
+    assert not decodes.grow([SequenceStep(0, 4, 1, ((9,),), True)])
 
 
 def test_what_is_no_block_makes_no_batch() -> None:
     streams = Streams([4])
     decodes = streams.decodes()
-    assert not decodes.grow(0, ((NO_BLOCK,),))
+    assert not decodes.grow([SequenceStep(0, 4, 1, ((NO_BLOCK,),), True)])
     with pytest.raises(ValueError, match="without a block"):
         decodes.step()
 
