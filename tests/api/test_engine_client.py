@@ -90,7 +90,7 @@ async def test_leaving_a_stream_frees_its_blocks(client):
 async def test_cancelling_the_reader_aborts_too(client):
     reader = asyncio.create_task(outputs(client, "cancelled", max_tokens=400))
     while client.num_open_requests == 0:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
@@ -230,7 +230,7 @@ async def test_draining_lets_the_running_finish_and_takes_no_more(client):
     """The last test of this file: the client takes no requests after it."""
     running = asyncio.create_task(outputs(client, "last", max_tokens=100))
     while client.num_open_requests == 0:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
     client.begin_drain()
     with pytest.raises(ApiError) as error:
         await outputs(client, "too late")
