@@ -140,7 +140,7 @@ def test_a_limit_is_a_429_with_its_numbers_and_asks_nobody(gateway: ThreadedGate
 def test_a_refusal_is_told_of_its_key(gateway: ThreadedGateway, caplog: pytest.LogCaptureFixture) -> None:
     record, secret = gateway.ledger.store.create(KeyRequest(name="ci", tags=("ci", "x"), limits=Limits(rpm=1)))
     gateway.ledger.keys.reload()
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "headrace.gateway")
     with gateway.client_with(secret) as client:
         for _ in range(2):
             client.post(CHAT, json={"model": "fake", "messages": []})
