@@ -95,7 +95,7 @@ def test_a_keys_life_from_creation_to_revocation(ledger: Ledger) -> None:
     with pytest.raises(KeyMistake, match="in use"):
         ledger.store.create(KeyRequest(name="ci"))
     _, new = ledger.store.rotate("ci", grace_s=0)
-    ledger.store.change("ci", name="renamed")
+    ledger.store.change("ci", name="renamed", allowed_ips=())
     ledger.keys.reload()
     assert (code_for(ledger.keys, old), code_for(ledger.keys, new)) == ("key_expired", None)
     ledger.store.revoke("renamed")
