@@ -66,8 +66,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tuple[Server, str]]:
-    """Our gateway, and a key with limits and a budget that are never reached."""
+def our_gateway(
+    upstream_url: str, port: int, core: int | None, data_dir: Path | None = None
+) -> Iterator[tuple[Server, str]]:
+    """Our gateway, and a key with limits and a budget that are never reached. What it keeps, it keeps in `data_dir`,
+    or in a new place."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "gateway.json"
         config.write_text(
@@ -78,7 +81,7 @@ def our_gateway(upstream_url: str, port: int, core: int | None) -> Iterator[tupl
                 }
             )
         )
-        data = ["--data-dir", str(Path(folder) / "data")]
+        data = ["--data-dir", str(data_dir or Path(folder) / "data")]
         limits = ["--rpm", "100000000", "--tpm", "1000000000000", "--concurrency", "1000", "--budget", "1000000/total"]
         made = subprocess.run(
             [sys.executable, "-m", "headrace", "key", "create", "bench", *limits, *data],

@@ -41,7 +41,7 @@ def test_memory_is_flat_over_100_000_requests() -> None:
     upstream_port, port = free_port(), free_port()
     url = f"http://127.0.0.1:{upstream_port}"
     command = [sys.executable, "-m", "headrace.bench.gateway_upstream", str(upstream_port)]
-    with started(command, upstream_port, None), our_gateway(url, port, None) as (process, key):
+    with started(command, upstream_port, any_answer=True), our_gateway(url, port, None) as (server, key):
         head = Head({"authorization": f"Bearer {key}"})
         body = json.dumps({"model": "bench", "messages": [{"role": "user", "content": "Hi"}], "stream": True})
         leaver = (
@@ -55,7 +55,7 @@ def test_memory_is_flat_over_100_000_requests() -> None:
             abort_many(port, leaver, LEAVERS_A_ROUND, at_once=32)
             time.sleep(2)  # usage and log are written
             assert in_flight(port) == 1  # the one that asks
-            sizes.append(rss_mb(process))
+            sizes.append(rss_mb(server.process))
             print(f"after {(number + 1) * REQUESTS_A_ROUND} requests: {sizes[-1]:.1f} MB", flush=True)
         growth = (sizes[-1] - sizes[WARM_ROUNDS - 1]) / (ROUNDS - WARM_ROUNDS)
         assert growth < GROWTH_MB_A_ROUND, sizes
