@@ -155,7 +155,9 @@ static Peak find_peak(const float* values, int64_t vocab, float* peaks) {
   for (int64_t i = best_chunk; i < vocab; i += kLanes) {
     uint32_t bits = at_least(load_or(values, i, vocab, nothing), limit);
     if (bits != 0) {
-      found.token = static_cast<int32_t>(i + __builtin_ctz(bits));
+      // Of a row without any number the first that is at least -inf may be a lane behind its end.
+      const int64_t token = i + __builtin_ctz(bits);
+      if (token < vocab) found.token = static_cast<int32_t>(token);
       break;
     }
   }

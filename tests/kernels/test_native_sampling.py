@@ -222,6 +222,23 @@ def test_rows_whose_logits_are_no_numbers_are_named(kernels: NativeKernels, temp
     assert raised.value.rows == (1, 3, 4)
 
 
+@pytest.mark.parametrize("spoilt", [np.nan, -np.inf])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_without_any_number_still_gets_a_token_of_the_vocabulary(variant: str, vocab: int, spoilt: float) -> None:
+    """Its probabilities are looked up by that token before anybody is told that the row is broken."""
+    logits = np.full((2, vocab), spoilt, np.float32)
+    temperature, uniforms = floats(0, 1), floats(0.5, 0.5)
+    token_ids, broken = np.full(2, -1, np.int32), np.empty(2, np.uint8)
+    arguments = library.SampleArgs(
+        logits=library.View(logits.ctypes.data, vocab), rows=2, vocab=vocab, temperature=temperature.ctypes.data,
+        uniforms=uniforms.ctypes.data, num_logprobs=-1, token_ids=token_ids.ctypes.data, broken=broken.ctypes.data,
+    )  # fmt: skip
+    library.load().hr_sample(kernels_of(variant, 1)._device.pointer, ctypes.byref(arguments))
+    assert ((token_ids >= 0) & (token_ids < vocab)).all()
+    assert broken.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("vocab", [31, 64, 3000])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_mask_leaves_the_tokens_whose_bit_is_set(variant: str, vocab: int) -> None:
