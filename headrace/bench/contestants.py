@@ -18,8 +18,7 @@ from pathlib import Path
 
 from headrace.bench.servers import Server, free_port, started
 from headrace.config.resolve import resolve_model
-
-CPUINFO = Path("/proc/cpuinfo")
+from headrace.planner.cpu import cpu_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def contestants(
         missing.append(f"vLLM: {f'there is no program {vllm}' if vllm else 'vllm is not on PATH'}")
     else:
         # Without AVX-512 its products know no bfloat16, and it would end while it starts.
-        dtype = "bfloat16" if "avx512f" in CPUINFO.read_text() else "float32"
+        dtype = "bfloat16" if "avx512f" in cpu_flags() else "float32"
         serving = (program, "serve", str(hf), "--served-model-name", "m", "--host", "127.0.0.1", "--port", "{port}",
                    "--dtype", dtype, "--max-model-len", "8192", "--max-num-seqs", "32")  # fmt: skip
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))

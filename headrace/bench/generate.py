@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import psutil
 
 from headrace.bench.workloads import REQUESTS
-from headrace.runtime.devices import cpu_flags
+from headrace.planner.cpu import cpu_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from headrace.config.model import ModelConfig
 from headrace.config.other_architecture import OTHER_FAMILY
 from headrace.config.settings import EngineSettings
 from headrace.kernels.ops import Kernels
+from headrace.planner.cpu import cpu_flags
 
 logger = logging.getLogger("headrace.core")
 
-CPUINFO = Path("/proc/cpuinfo")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUP = Path("/proc/self/cgroup")
 
@@ -234,19 +234,6 @@ def instruction_set(device: str) -> str:
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
     return describe_flags(cpu_flags())
-
-
-def cpu_flags() -> frozenset[str]:
-    """The CPU's feature flags as Linux names them; empty where it does not say."""
-    try:
-        text = CPUINFO.read_text()
-    except OSError:
-        return frozenset()
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
 
 
 def describe_flags(flags: frozenset[str]) -> str:
