@@ -19,9 +19,10 @@ from headrace.protocol.ipc import SequenceOutput
 class Decoding:
     """Knows the sequences of the last plan if all of them decoded; none otherwise."""
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, no_blocks: tuple[tuple[int, ...], ...]) -> None:
+        """`no_blocks`: the new blocks of a step that needs none, of every group."""
         self._seq_ids: list[int] = []
-        self._no_blocks = ((),) * num_groups
+        self._no_blocks = no_blocks
 
     def goes_on(self, draft: Draft) -> bool:
         """Whether the draft is of decodes of the same sequences. Takes note of it as the last plan."""

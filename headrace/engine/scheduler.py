@@ -89,8 +89,8 @@ class Scheduler:
         self._arrivals = count()
         self._next_step = 0
         self._waiting_reason: Literal["", "max_num_seqs", "kv_cache"] = ""
-        self._decoding = Decoding(len(settings.windows))
-        self._no_blocks = ((),) * len(settings.windows)
+        self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(settings.windows)
+        self._decoding = Decoding(self._no_blocks)
         self._totals = Totals(self.kv_cache)
 
     # requests
