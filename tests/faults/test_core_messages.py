@@ -53,6 +53,11 @@ class Loop:
             payload = self.socket.receive()
         return payload
 
+    def wait_until_it_waits(self) -> None:
+        """For this side to read: what it sends is not taken any more."""
+        while not self._inner._unsent:
+            time.sleep(0.001)
+
     def close(self) -> None:
         self.socket.close()
         self._inner.close()
@@ -137,7 +142,7 @@ def test_a_core_whose_server_is_gone_ends_in_the_middle_of_its_work(loop: Loop) 
 def test_a_server_that_reads_late_gets_everything(loop: Loop) -> None:
     for i in range(40):
         loop.add(f"request-{i}", [1, 2, i], max_tokens=100)
-    time.sleep(1.0)
+    loop.wait_until_it_waits()
     counts: dict[str, int] = {}
     while sum(counts.values()) < 40 * 100:
         message = ipc.from_core_decoder.decode(loop.next())
@@ -149,7 +154,7 @@ def test_a_server_that_reads_late_gets_everything(loop: Loop) -> None:
 def test_a_core_that_waits_for_its_server_to_read_notices_that_it_is_gone(loop: Loop) -> None:
     for i in range(40):
         loop.add(f"request-{i}", [1, 2, i], max_tokens=400)
-    time.sleep(1.0)
+    loop.wait_until_it_waits()
     loop.socket.close()
     loop.thread.join(10)
     assert not loop.thread.is_alive()
