@@ -237,9 +237,11 @@ constexpr int64_t kFloatDepth = 256;
 constexpr int64_t kUnpackedDepth = 64;
 constexpr int64_t kUnpackedPanels = 4;
 
-// Floats of scratch that the rows and panels of an item take when its inputs come in blocks: a block of the rows, whose
-// own distance may be one that a cache holds few lines of, and sums.
+// Floats of scratch that the rows and panels of an item take when its inputs come in blocks: a block of the rows, and
+// sums.
 constexpr int64_t kCopiedStride = kFloatDepth + 16;
+// Rows whose distance is a multiple of this are copied: a cache holds few lines that far apart.
+constexpr int64_t kCrowdedBytes = 1024;
 static inline int64_t float_scratch(int64_t rows, int64_t panels) {
   return rows <= kFloatRows ? kPanel : rows * (kCopiedStride + panels * kPanel);
 }
@@ -252,13 +254,14 @@ static void float_range(const PackedMatrix& m, FloatProduct<typename W::Input> t
   const Input* x = t.x;
   const int64_t x_stride = t.x_stride;
   const bool blocks = t.rows > kFloatRows;
+  const bool copies = blocks && x_stride * static_cast<int64_t>(sizeof(Input)) % kCrowdedBytes == 0;
   const int64_t depth = blocks ? kFloatDepth : in;
   t.panel_bytes = static_cast<int64_t>(m.panel_bytes);
   t.partial = scratch + t.rows * kCopiedStride;
   for (int64_t k = 0; k < in; k += depth) {
     t.depth = in - k < depth ? in - k : depth;
     t.x = x + k;
-    if (blocks) {
+    if (copies) {
       Input* copied = reinterpret_cast<Input*>(scratch);
       for (int64_t r = 0; r < t.rows; r++)
         std::memcpy(copied + r * kCopiedStride, x + r * x_stride + k, t.depth * sizeof(Input));
