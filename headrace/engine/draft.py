@@ -11,8 +11,11 @@ from headrace.engine.admission import SchedulerSettings
 from headrace.engine.plan import NewSequence, SequenceStep
 from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 
-MIN_CHUNK_TOKENS = TILE_ROWS // 2
-"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of it."""
+MIN_CHUNK_TOKENS = 16
+"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of this."""
+
+STRETCHES = ((0.2, 1.5), (0.5, 2.0))
+"""The part of a step that decodes may take, and how many times the target the step may last to keep them to it."""
 
 FIRST_LOADS = 16
 """Blocks that a step fetches while answers stream, before it is known how long that takes."""
@@ -56,12 +59,13 @@ class Chunks:
         self._step_time = step_time
 
     def target_s(self, draft: Draft) -> float:
-        """The step-time target, stretched to at most twice itself where the decodes alone need more than half of it:
-        prefill then gets as much time as they do. Otherwise a slow device would start requests one by one, and run
-        nearly empty while others queue."""
+        """The step-time target, stretched where the decodes alone need much of it (STRETCHES), so that prefill gets its
+        time. Otherwise a slow device would start requests one by one, and run nearly empty while others queue."""
         target_s = self._settings.step_time_target_s
         decodes_s = self._step_time.predict_s(draft.load) if draft.num_decodes else None
-        return target_s if decodes_s is None else max(target_s, min(2 * decodes_s, 2 * target_s))
+        if decodes_s is None:
+            return target_s
+        return max(target_s, *(min(decodes_s / part, times * target_s) for part, times in STRETCHES))
 
     def size(self, draft: Draft, remaining: int, context: int) -> int:
         """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""

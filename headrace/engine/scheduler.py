@@ -8,8 +8,8 @@ is filled in this order:
    preempt: the sequence ranked last gives up its blocks, goes back to the front of the queue and is computed
    again later, from the prefix cache as far as that still holds.
 2. Prefill, from what is left of the token budget: running sequences with more to compute and waiting ones.
-   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing, and as
-   much time as the decodes take where the device is slow for the target.
+   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing; where the
+   decodes need much of the target, a step may last longer (draft.py).
 
 Among prefills the rule is *shortest first, but nobody is passed by more than its own length*. Each sequence
 counts the prefill tokens given, before it was done, to others that came later; once these are as many as it

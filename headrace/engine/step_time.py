@@ -6,6 +6,9 @@
 are (query, key) pairs of attention. Observations are kept as running means in a small table, one cell for
 each order of magnitude of rows and of context, and the line is fitted over cells. A thousand decode steps
 then fill one cell and cannot wash out what was learnt from prefill, which plain recursive least squares does.
+
+No line is right everywhere (a row costs more in a small step than in a large one) or at once when the device slows
+down, so a prediction is moved by as much as the line is wrong about the cell of the newest step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 from headrace.engine.plan import SequenceStep
 
-TILE_ROWS = 32
+TILE_ROWS = 8
 MOST_UNREAD = 64
 """Steps noted and not learnt from."""
 _NEWEST_SHARE = 0.25
@@ -70,6 +73,7 @@ class StepTimeModel:
         self._num_steps = 0
         self._most_rows = 0
         self._most_pairs = 0
+        self._newest = _Cell(0.0, 0.0, 0.0, 0, 0)
         self._fit: tuple[float, float, float] | None = None
         self._unread: list[tuple[tuple[int, int], float]] = []
 
@@ -94,8 +98,9 @@ class StepTimeModel:
         at = (load.padded_rows.bit_length(), (load.pairs // load.rows).bit_length() // 2)
         cell = self._cells.get(at)
         if cell is None:
-            self._cells[at] = _Cell(load.padded_rows, load.pairs, seconds, 1, self._num_steps)
+            self._newest = self._cells[at] = _Cell(load.padded_rows, load.pairs, seconds, 1, self._num_steps)
             return
+        self._newest = cell
         cell.count += 1
         cell.last_step = self._num_steps
         share = max(1 / cell.count, _NEWEST_SHARE)
@@ -113,7 +118,12 @@ class StepTimeModel:
 
     def predict_s(self, load: StepLoad) -> float | None:
         fit = self.coefficients
-        return None if fit is None else fit[0] + fit[1] * load.padded_rows + fit[2] * load.pairs
+        if fit is None:
+            return None
+        a, b, c = fit
+        newest = self._newest
+        seconds = a + b * load.padded_rows + c * load.pairs
+        return seconds * newest.seconds / (a + b * newest.rows + c * newest.pairs)
 
     def compute_s(self, num_tokens: int) -> float:
         """What the first `num_tokens` of a sequence add to steps; infinite before anything was measured."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.engine.step_time import StepLoad, StepTimeModel
+from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 
 A_S, B_S, C_S = 0.004, 0.0005, 2e-8
 
@@ -31,7 +31,7 @@ def trained(noise: float = 0.0, scale: float = 1.0) -> StepTimeModel:
 
 def test_a_chunk_counts_its_pairs_with_all_earlier_tokens_and_itself() -> None:
     assert StepLoad().plus(3, 10) == StepLoad(3, 11 + 12 + 13)
-    assert StepLoad(rows=33).padded_rows == 64
+    assert StepLoad(rows=33).padded_rows == 40
 
 
 def test_it_knows_nothing_before_the_first_step_and_promises_nothing() -> None:
@@ -56,7 +56,7 @@ def test_decodes_alone_make_it_expect_cost_in_proportion_to_rows() -> None:
     model = StepTimeModel()
     for _ in range(20):
         model.observe(decodes(8, 100), 0.1)
-    assert model.predict_s(StepLoad(64, 800)) == pytest.approx(0.2, rel=0.02)
+    assert model.predict_s(StepLoad(16, 800)) == pytest.approx(0.2, rel=0.02)
 
 
 def test_many_decode_steps_do_not_wash_out_what_prefill_taught() -> None:
@@ -102,13 +102,25 @@ def test_the_largest_chunk_is_the_last_one_in_time() -> None:
     model = trained()
     load, target_s = decodes(8, 900), 0.12
     chunk = model.largest_chunk(load, context=4000, limit=1000, target_s=target_s)
-    assert chunk % 32 == 24
+    assert (8 + chunk) % TILE_ROWS == 0
     assert truth(load.plus(chunk, 4000)) < 1.05 * target_s
-    assert truth(load.plus(chunk + 32, 4000)) > 0.95 * target_s
+    assert truth(load.plus(chunk + 4 * TILE_ROWS, 4000)) > target_s
+    assert truth(load.plus(chunk + TILE_ROWS, 4000)) > 0.95 * target_s
     assert model.largest_chunk(load, context=4000, limit=16, target_s=target_s) == 16
 
 
 def test_chunks_at_most_double_what_has_been_tried() -> None:
     model = StepTimeModel()
     model.observe(decodes(8, 100), 0.001)
-    assert model.largest_chunk(decodes(8, 100), context=0, limit=4096, target_s=10.0) == 64 - 8
+    assert model.largest_chunk(decodes(8, 100), context=0, limit=4096, target_s=10.0) == 2 * TILE_ROWS - 8
+
+
+def test_steps_of_one_kind_are_enough_to_see_that_the_device_became_slower() -> None:
+    model = trained()
+    for load in (StepLoad().plus(256, 256), StepLoad().plus(256, 1000), decodes(8, 300), decodes(2, 4000)) * 5:
+        model.observe(load, truth(load))
+    for context in range(4000, 4240, 24):
+        load = decodes(8, 900).plus(24, context)
+        model.observe(load, truth(load, scale=2))
+    load = decodes(8, 900).plus(40, 4240)
+    assert model.predict_s(load) == pytest.approx(truth(load, scale=2), rel=0.2)
