@@ -16,7 +16,7 @@ using namespace headrace;
 
 namespace {
 
-constexpr int32_t kAbiVersion = 4;
+constexpr int32_t kAbiVersion = 5;
 
 struct Device {
   const Kernels* kernels;
@@ -57,6 +57,11 @@ HR_EXPORT void hr_device_free(Device* device) { delete device; }
 
 HR_EXPORT PackedMatrix* hr_matrix_new(Device* device, const SourceWeight* weight, int32_t scheme) {
   return device->kernels->pack(&device->pool, *weight, static_cast<Scheme>(scheme));
+}
+
+// A dense weight to int8 `values` [out, in], in groups of `group_size` with a scale each.
+HR_EXPORT void hr_quantise(Device* device, const SourceWeight* weight, int8_t* values, float* scales) {
+  device->kernels->quantise(&device->pool, *weight, values, scales);
 }
 
 HR_EXPORT void hr_matrix_free(PackedMatrix* matrix) { free_packed(matrix); }

@@ -196,6 +196,8 @@ struct Kernels {
   const char* name;  // "portable", "avx2", "avx512", "avx512_bf16"
   // linear.inl
   PackedMatrix* (*pack)(Pool*, const SourceWeight&, Scheme);  // null when memory is short
+  // A dense weight to int8 [out, in] and scales [out, in / group_size].
+  void (*quantise)(Pool*, const SourceWeight&, int8_t*, float*);
   void (*linear)(Pool*, const LinearArgs&);
   void (*gather)(Pool*, const GatherArgs&);
   // rows.inl

@@ -213,6 +213,12 @@ struct Packed {
                      out, in, static_cast<int32_t>(storage), static_cast<int32_t>(grouped ? group_size : 0)},
                     scheme);
     if (matrix == nullptr) fail(k.name, "pack", "gives nothing");
+    if (grouped) return;
+    Exact<int8_t> quantised(out * in);
+    Exact<float> of_groups(out * (in / group_size));
+    k.quantise(pool,
+               {values.data, nullptr, nullptr, out, in, static_cast<int32_t>(storage), static_cast<int32_t>(group_size)},
+               quantised.data, of_groups.data);
   }
   Packed(const Packed&) = delete;
   ~Packed() { free_packed(matrix); }

@@ -12,7 +12,7 @@ from headrace.engine.plan import NewSequence, SequenceStep
 from headrace.engine.step_time import TILE_ROWS, StepLoad, StepTimeModel
 
 MIN_CHUNK_TOKENS = 16
-"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, at worst half of this."""
+"""What prefill gets of a step when the target leaves it nothing: this and what fills the tile, or half of it."""
 
 STRETCHES = ((0.2, 1.5), (0.5, 2.0))
 """The part of a step that decodes may take, and how many times the target the step may last to keep them to it."""

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from headrace.config.model_files import open_model  # noqa: E402
 from headrace.config.settings import EngineSettings  # noqa: E402
 from headrace.core import EngineCore  # noqa: E402
+from headrace.kernels.int8_weights import to_int8  # noqa: E402
 from headrace.kernels.native import NativeKernels, variants  # noqa: E402
 from headrace.kernels.reference import ReferenceKernels  # noqa: E402
 from headrace.kernels.weight import Weight  # noqa: E402
@@ -79,6 +80,33 @@ def test_both_kernels_multiply_the_same_whole_numbers(rows: int, width: int, out
             assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
         else:
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_native_kernels_quantise_to_the_same_bits(dtype: str) -> None:
+    random = np.random.default_rng(3)
+    x = random.standard_normal((37, 96), dtype=np.float32) * 10.0 ** random.integers(-6, 3, (37, 1), dtype=np.int32)
+    x = x.astype(np.float32)
+    x[0] = 0
+    x[1, :32] = [127, *np.arange(31) - 15.5]  # halves between two codes
+    x[2, 32:64] = 1e-9  # its scale is 0 as float16
+    bfloat16 = (x.view(np.uint32) >> 16).astype(np.uint16)
+    values = {"float32": x, "float16": x.astype(np.float16), "bfloat16": bfloat16}[dtype]
+    expected = to_int8(Weight(x.shape, values))
+    for variant in variants():
+        for threads in (1, 3):
+            found = NativeKernels(variant=variant, threads=threads)._to_int8(x.shape, [values[:16], values[16:]])
+            np.testing.assert_array_equal(found.values, expected.values)
+            np.testing.assert_array_equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_no_number_spoils_its_group_and_no_other(broken: float) -> None:
+    x = np.ones((3, 64), np.float32)
+    x[1, 40] = broken
+    for variant in variants():
+        found = NativeKernels(variant=variant)._to_int8(x.shape, [x])
+        assert np.isnan(found.scales).tolist() == [[False, False], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -8,7 +8,7 @@ where the compute dtype is float32, exact ones.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.config import kv_cache_format
-from headrace.kernels.int8_weights import GROUP_SIZE, quantises, to_int8
+from headrace.kernels.int8_weights import GROUP_SIZE, quantises
 from headrace.kernels.native import library
 from headrace.kernels.native.decode import Captured
 from headrace.kernels.native.library import address, contiguous
@@ -123,7 +123,7 @@ class NativeKernels:
 
     def prepare_weight(self, weight: Weight, exact: bool = False) -> Matrix:
         if self.int8_weights and not exact and quantises(weight):
-            return self._pack(to_int8(weight), "int8")
+            return self._pack(self._to_int8(weight.shape, [weight.values]), "int8")
         return self._pack(weight, "int8" if weight.bits and self.dtype != "float32" else "float")
 
     def prepare_embedding(self, weight: Weight) -> Matrix:
@@ -132,22 +132,34 @@ class NativeKernels:
     def prepare_tied(self, table: Matrix) -> Matrix:
         if not self.int8_weights or table.grouped or table.shape[1] % GROUP_SIZE:
             return table
-        return self.prepare_weight(self._unpacked(table))
+        return self._pack(self._to_int8(table.shape, self._float_rows(table)), "int8")
 
-    def _unpacked(self, matrix: Matrix) -> Weight:
-        """A dense matrix of the compute dtype as it was before it was packed."""
+    def _float_rows(self, matrix: Matrix) -> Iterator[Float32]:
+        """A packed matrix, some rows at a time."""
         rows, width = matrix.shape
-        values = np.empty(
-            matrix.shape, {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
-        )
         for start in range(0, rows, ROWS_AT_ONCE):
             index = np.arange(start, min(start + ROWS_AT_ONCE, rows), dtype=np.int32)
             part = np.empty((len(index), width), np.float32)
             self._library.hr_matrix_rows(
                 self._device.pointer, matrix.pointer, index.ctypes.data, len(index), part.ctypes.data, width
             )
-            values[start : start + len(index)] = _rounded(part, self.dtype)
-        return Weight(matrix.shape, values)
+            yield part
+
+    def _to_int8(self, shape: tuple[int, int], parts: Iterable[NDArray[Any]]) -> Weight:
+        """What `to_int8` makes of the rows of all parts."""
+        rows, width = shape
+        values, scales = np.empty(shape, np.int8), np.empty((rows, width // GROUP_SIZE), np.float32)
+        start = 0
+        for part in parts:
+            held, end = np.ascontiguousarray(part), start + len(part)
+            source = library.SourceWeight(
+                held.ctypes.data, None, None, *held.shape, library.STORAGE[_storage(held)], GROUP_SIZE
+            )
+            self._library.hr_quantise(
+                self._device.pointer, ctypes.byref(source), values[start:end].ctypes.data, scales[start:end].ctypes.data
+            )
+            start = end
+        return Weight(shape, values, bits=8, group_size=GROUP_SIZE, scales=scales)
 
     def prepare_experts(self, weights: Iterable[Weight]) -> Experts:
         matrices = tuple(self.prepare_weight(weight) for weight in weights)
@@ -171,7 +183,7 @@ class NativeKernels:
             # float32 arithmetic is exact on whatever the checkpoint holds.
             if self.dtype != "float32":
                 values = _rounded(values, self.dtype)
-            storage = {"f4": "float32", "f2": "float16", "u2": "bfloat16"}[values.dtype.str[1:]]
+            storage = _storage(values)
             if storage == "bfloat16" and self.dtype == "bfloat16":
                 scheme = "bfloat16"
         held = [
@@ -350,6 +362,10 @@ class NativeKernels:
     def host_rows(self, rows: Float32) -> Float32:
         """A copy: the next step writes to the same memory."""
         return rows.copy()
+
+
+def _storage(values: NDArray[Any]) -> str:
+    return {"f4": "float32", "f2": "float16", "u2": "bfloat16"}[values.dtype.str[1:]]
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:

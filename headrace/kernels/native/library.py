@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PATH = Path(__file__).with_name("libheadrace.so")
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 OP_KINDS = (
     "embed",
@@ -180,6 +180,7 @@ _PROTOTYPES: dict[str, tuple[Any, Sequence[Any]]] = {
     "hr_device_new": (c_void_p, (c_int32, c_int32)),
     "hr_device_free": (None, (c_void_p,)),
     "hr_matrix_new": (c_void_p, (c_void_p, POINTER(SourceWeight), c_int32)),
+    "hr_quantise": (None, (c_void_p, POINTER(SourceWeight), c_void_p, c_void_p)),
     "hr_matrix_free": (None, (c_void_p,)),
     "hr_matrix_bytes": (c_int64, (c_void_p,)),
     "hr_matrix_rows": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
