@@ -137,23 +137,32 @@ def product_seconds(kernels: NativeKernels, matrices: Sequence[Matrix], x: np.nd
 
 
 def torch_seconds(form: str, inputs: int, outputs: int, x: np.ndarray, threads: int, seconds: float) -> float | None:
-    """torch's linear over weights as cold as ours; None for what it has no plain product for, or without torch."""
-    if form not in ("float32", "bfloat16") or importlib.util.find_spec("torch") is None:
+    """torch's linear over weights as cold as ours; of 8 bits the one that quantises its rows, weights of a scale an
+    output. None for what torch has no plain product for, or without torch."""
+    if form not in ("float32", "bfloat16", "Q8_0") or importlib.util.find_spec("torch") is None:
         return None
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
-    dtype = getattr(torch, form)
-    first = torch.randn(outputs, inputs).to(dtype)
-    count = min(MOST_COPIES, COLD_BYTES // (first.numel() * first.element_size()) + 1)
-    weights = [first, *(first.clone() for _ in range(count - 1))]
-    rows = torch.from_numpy(x).to(dtype)
+    rows, weight = torch.from_numpy(x), torch.randn(outputs, inputs)
+    bytes_of = {"float32": 4, "bfloat16": 2, "Q8_0": 1}[form]
+    copies = min(MOST_COPIES, COLD_BYTES // (outputs * inputs * bytes_of) + 1)
+    if form == "Q8_0":
+        largest = weight.abs().amax(1)
+        codes = torch.quantize_per_channel(weight, largest / 127, torch.zeros(outputs), 0, torch.qint8)
+        weights = [torch.ops.quantized.linear_prepack(codes, None) for _ in range(copies)]
+        product = torch.ops.quantized.linear_dynamic
+    else:
+        dtype = getattr(torch, form)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        weights = [weight.clone() for _ in range(copies)]
+        product = torch.nn.functional.linear
 
     def run() -> None:
         for matrix in weights:
-            torch.nn.functional.linear(rows, matrix)
+            product(rows, matrix)
 
     with torch.inference_mode():
-        return best_seconds(run, seconds) / count
+        return best_seconds(run, seconds) / copies
 
 
 def measure(
