@@ -58,14 +58,16 @@ class Chunks:
         self._settings = settings
         self._step_time = step_time
 
-    def target_s(self, draft: Draft) -> float:
-        """The step-time target, stretched where the decodes alone need much of it (STRETCHES), so that prefill gets its
-        time. Otherwise a slow device would start requests one by one, and run nearly empty while others queue."""
+    def target_s(self, draft: Draft, num_starting: int) -> float:
+        """The step-time target, stretched by the part of all requests that wait for their first token, and where the
+        decodes alone need much of it (STRETCHES), so that prefill gets its time. Otherwise a slow device would start
+        requests one by one, and run nearly empty while others queue."""
         target_s = self._settings.step_time_target_s
         decodes_s = self._step_time.predict_s(draft.load) if draft.num_decodes else None
         if decodes_s is None:
             return target_s
-        return max(target_s, *(min(decodes_s / part, times * target_s) for part, times in STRETCHES))
+        shared_s = target_s * (1 + num_starting / (num_starting + draft.num_decodes))
+        return max(shared_s, *(min(decodes_s / part, times * target_s) for part, times in STRETCHES))
 
     def size(self, draft: Draft, remaining: int, context: int) -> int:
         """How many of `remaining` tokens, after `context` computed ones, this step can take; 0 = none now."""

@@ -8,8 +8,8 @@ is filled in this order:
    preempt: the sequence ranked last gives up its blocks, goes back to the front of the queue and is computed
    again later, from the prefix cache as far as that still holds.
 2. Prefill, from what is left of the token budget: running sequences with more to compute and waiting ones.
-   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing; where the
-   decodes need much of the target, a step may last longer (draft.py).
+   While decodes run, its share is what the step-time target leaves (step_time.py), but never nothing; where many wait
+   or the decodes need much of the target, a step may last longer (draft.py).
 
 Among prefills the rule is *shortest first, but nobody is passed by more than its own length*. Each sequence
 counts the prefill tokens given, before it was done, to others that came later; once these are as many as it
@@ -202,8 +202,10 @@ class Scheduler:
             draft = Draft(settings.max_num_batched_tokens, settings.step_time_target_s, settings.max_scored_rows)
             draft.serves_background = serves_background
             self._serve_decodes(draft)
-            if self._queue.sequences or draft.num_decodes < len(self._running.sequences):
-                draft.target_s = self._chunks.target_s(draft)
+            num_running = len(self._running.sequences)
+            if self._queue.sequences or draft.num_decodes < num_running:
+                may_start = min(len(self._queue.sequences), settings.max_running - num_running)
+                draft.target_s = self._chunks.target_s(draft, num_running - draft.num_decodes + may_start)
                 self._serve_prefills(draft)
             if not draft.steps and not serves_background:
                 serves_background = True  # live requests wait, and nothing can be done for them now
