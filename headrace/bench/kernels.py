@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -148,7 +149,8 @@ def torch_seconds(form: str, inputs: int, outputs: int, x: np.ndarray, threads: 
     copies = min(MOST_COPIES, COLD_BYTES // (outputs * inputs * bytes_of) + 1)
     if form == "Q8_0":
         largest = weight.abs().amax(1)
-        codes = torch.quantize_per_channel(weight, largest / 127, torch.zeros(outputs), 0, torch.qint8)
+        with warnings.catch_warnings(action="ignore"):  # it is to go some day
+            codes = torch.quantize_per_channel(weight, largest / 127, torch.zeros(outputs), 0, torch.qint8)
         weights = [torch.ops.quantized.linear_prepack(codes, None) for _ in range(copies)]
         product = torch.ops.quantized.linear_dynamic
     else:

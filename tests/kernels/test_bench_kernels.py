@@ -27,6 +27,14 @@ def test_every_form_is_measured_at_every_size(tmp_path: Path, capsys: pytest.Cap
     assert "Q4_1" in capsys.readouterr().out
 
 
+def test_torch_stands_beside_the_forms_it_has_a_product_for(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    report = tmp_path / "kernels.json"
+    bench.main(["--threads=1", "--shapes=64x48", "--rows=1", "--seconds=0.005", f"--json={report}"])
+    beside = {p["form"] for p in json.loads(report.read_text())["products"] if p["torch_us"]}
+    assert beside == {"float32", "bfloat16", "Q8_0"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
