@@ -150,7 +150,9 @@ def torch_seconds(form: str, inputs: int, outputs: int, x: np.ndarray, threads: 
     if form == "Q8_0":
         largest = weight.abs().amax(1)
         with warnings.catch_warnings(action="ignore"):  # it is to go some day
-            codes = torch.quantize_per_channel(weight, largest / 127, torch.zeros(outputs), 0, torch.qint8)
+            codes = torch.quantize_per_channel(
+                weight, largest / 127, torch.zeros(outputs, dtype=torch.long), 0, torch.qint8
+            )
         weights = [torch.ops.quantized.linear_prepack(codes, None) for _ in range(copies)]
         product = torch.ops.quantized.linear_dynamic
     else:

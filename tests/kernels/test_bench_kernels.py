@@ -30,9 +30,10 @@ def test_every_form_is_measured_at_every_size(tmp_path: Path, capsys: pytest.Cap
 def test_torch_stands_beside_the_forms_it_has_a_product_for(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     report = tmp_path / "kernels.json"
-    bench.main(["--threads=1", "--shapes=64x48", "--rows=1", "--seconds=0.005", f"--json={report}"])
-    beside = {p["form"] for p in json.loads(report.read_text())["products"] if p["torch_us"]}
-    assert beside == {"float32", "bfloat16", "Q8_0"}
+    bench.main(["--threads=1", "--shapes=1024x2048", "--rows=8", "--seconds=0.005", f"--json={report}"])
+    beside = [p for p in json.loads(report.read_text())["products"] if p["torch_us"]]
+    assert {p["form"] for p in beside} == {"float32", "bfloat16", "Q8_0"}
+    assert min(p["torch_us"] / p["us"] for p in beside) > 0.1, "ten times as fast is no product of these numbers"
 
 
 @pytest.mark.parametrize(
