@@ -19,13 +19,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from headrace.bench import arguments
 from headrace.kernels.native.kernels import Matrix, NativeKernels, _rows_alone
 from headrace.kernels.native.library import variants
 from headrace.kernels.weight import Weight
@@ -215,24 +215,23 @@ def _shape(text: str) -> tuple[int, int]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace.bench.kernels", description="Products beside the machine's limits.")
-    parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--threads", type=arguments.count, default=2, help="(%(default)s)")
     parser.add_argument("--variant", choices=variants(), default=variants()[0], help="(%(default)s)")
     parser.add_argument("--forms", default=",".join(FORMS), help="with commas (%(default)s)")
     parser.add_argument("--shapes", default=SHAPES, help="inputs x outputs, with commas (%(default)s)")
-    parser.add_argument("--rows", default=ROWS, help="with commas (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each figure (%(default)s)")
+    parser.add_argument("--rows", type=arguments.counts, default=ROWS, help="with commas (%(default)s)")
+    parser.add_argument("--seconds", type=arguments.seconds, default=0.3, help="for each figure (%(default)s)")
     parser.add_argument("--no-torch", action="store_true", help="do not measure torch")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=arguments.new_file, help="write the figures to this file")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     try:
         shapes = [_shape(text) for text in args.shapes.split(",")]
-        rows = [int(text) for text in args.rows.split(",")]
         forms = [next(name for name in FORMS if name == text) for text in args.forms.split(",")]
-    except (argparse.ArgumentTypeError, ValueError) as error:
+    except argparse.ArgumentTypeError as error:
         parser().error(str(error))
     except StopIteration:
         parser().error(f"--forms {args.forms}: there are {', '.join(FORMS)}")
@@ -247,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with console.status("") as status:
         figures = measure(
-            machine, forms, shapes, rows, args.seconds, not args.no_torch,
+            machine, forms, shapes, args.rows, args.seconds, not args.no_torch,
             lambda f: status.update(f"{f.form} {f.inputs} x {f.outputs}, {f.rows} rows: {f.us:.0f} us"),
         )  # fmt: skip
     console.print(table(figures))

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,7 +26,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headrace.bench import arguments
 from headrace.bench.kernels import TABLE_WIDTH
+from headrace.config.errors import ConfigError
 from headrace.config.resolve import resolve_model
 from headrace.config.settings import EngineSettings
 from headrace.core import CoreLoop, EngineCore, return_freed_memory
@@ -171,33 +172,31 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace.bench.step", description="A decode step besides its forward.")
     parser.add_argument("--model", help="a path (the bundled model)")
     parser.add_argument("--sampling", default="greedy,top_p", help=f"of {', '.join(SAMPLING)} (%(default)s)")
-    parser.add_argument("--rows", default="1,32", help="with commas (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="measured for each figure (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--rows", type=arguments.counts, default="1,32", help="with commas (%(default)s)")
+    parser.add_argument("--steps", type=arguments.count, default=60, help="measured for each figure (%(default)s)")
+    parser.add_argument("--json", type=arguments.new_file, help="write the figures to this file")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     kinds = args.sampling.split(",")
     unknown = [kind for kind in kinds if kind not in SAMPLING]
     if unknown:
         parser().error(f"--sampling {unknown[0]}: there are {', '.join(SAMPLING)}")
     if args.steps < 2:
         parser().error(f"--steps {args.steps}: two at least")
-    try:
-        rows = [int(text) for text in args.rows.split(",")]
-    except ValueError as error:
-        parser().error(f"--rows {args.rows}: {error}")
-    if min(rows) < 1:
-        parser().error(f"--rows {args.rows}: one at least")
+    rows: list[int] = args.rows
     clock = Clock()
     # One thread: what workers spend would not be this thread's time.
-    settings = EngineSettings(
-        model=str(resolve_model(args.model)), kernels="native", threads=1, max_num_seqs=max(rows),
-        max_model_len=PROMPT_TOKENS + args.steps + UNSTEADY_STEPS + 1, kv_cache_memory_bytes=1 << 28,
-    )  # fmt: skip
-    core = _Core(settings)
+    try:
+        settings = EngineSettings(
+            model=str(resolve_model(args.model)), kernels="native", threads=1, max_num_seqs=max(rows),
+            max_model_len=PROMPT_TOKENS + args.steps + UNSTEADY_STEPS + 1, kv_cache_memory_bytes=1 << 28,
+        )  # fmt: skip
+        core = _Core(settings)
+    except ConfigError as error:
+        parser().error(str(error))
     return_freed_memory()
     figures = [measure(core, clock, kind, count, args.steps) for kind in kinds for count in rows]
     console = Console()

@@ -42,7 +42,13 @@ def test_torch_stands_beside_the_forms_it_has_a_product_for(tmp_path: Path) -> N
         (["--shapes=64"], "'64' is not INPUTSxOUTPUTS"),
         (["--shapes=65x3"], "a multiple of 32 inputs"),
         (["--forms=int5"], "--forms int5: there are float32, bfloat16, Q8_0"),
-        (["--rows=many"], "many"),
+        (["--rows=many"], "--rows: 'many' is not a whole number"),
+        (["--rows=1,0"], "--rows: '0' is not"),
+        (["--rows="], "--rows: '' is not"),
+        (["--threads=-3"], "--threads: '-3' is not"),
+        (["--seconds=0"], "--seconds: '0' is not a time"),
+        (["--seconds=nan"], "--seconds: 'nan' is not a time"),
+        (["--json=/nowhere/k.json"], "no file can be written at /nowhere/k.json"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,10 @@ def test_every_sampling_is_measured_at_every_number_of_rows(tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["--sampling=beam"], "--sampling beam: there are greedy, top_p, penalties"),
-        (["--rows=many"], "--rows many"),
-        (["--rows=0"], "--rows 0: one at least"),
+        (["--model=/nowhere"], "The model /nowhere does not exist."),
+        (["--json=/"], "no file can be written at /"),
+        (["--rows=many"], "--rows: 'many' is not"),
+        (["--rows=0"], "--rows: '0' is not a whole number of one at least"),
         (["--steps=1"], "--steps 1: two at least"),
     ],
 )
