@@ -62,9 +62,9 @@ static inline Vec load_numbers(const void* numbers, bool half, int64_t index) {
 }  // namespace HR_ISA
 
 #include "pack.inl"
-#include "quantise.inl"
 #include "products_float.inl"
 #include "products_int.inl"
+#include "quantise.inl"
 
 namespace HR_ISA {
 

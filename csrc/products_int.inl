@@ -75,12 +75,16 @@ static inline float largest_but(const float* x, int64_t count, int64_t place) {
   return largest(most);
 }
 
+static inline float largest_magnitude(const float* x, int64_t count) {
+  Vec most = broadcast(0.0f);
+  for (int64_t k = 0; k < count; k += kLanes) most = max(abs(load(x + k)), most);
+  return largest(most);
+}
+
 // One group of one row: `count` finite inputs, a multiple of 16, as numbers up to `codes`.
 template <class Input>
 static void quantise_group(const float* x, int64_t count, int32_t zero, float codes, Input* to, GroupInputs* group) {
-  Vec most = broadcast(0.0f);
-  for (int64_t k = 0; k < count; k += kLanes) most = max(abs(load(x + k)), most);
-  float limit = largest(most);
+  float limit = largest_magnitude(x, count);
   const int64_t place = sizeof(Input) == 1 ? place_of_single(x, count, limit) : -1;
   if (place >= 0) limit = largest_but(x, count, place);
   const Vec inverse = broadcast(limit > 0.0f ? codes / limit : 0.0f);

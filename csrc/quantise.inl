@@ -15,18 +15,12 @@ constexpr int64_t kRowsQuantised = 16;  // an item
 
 // A group of a row, a multiple of 16 long. Numbers that are not finite make its scale NaN.
 static inline float quantise_weights(const float* x, int64_t count, int8_t* values) {
-  Vec most = broadcast(0.0f), broken = most;
-  for (int64_t k = 0; k < count; k += kLanes) {
-    const Vec part = load(x + k);
-    most = max(abs(part), most);
-    broken = fma(part, broadcast(0.0f), broken);
-  }
-  const float not_a_number = sum(broken);
-  if (not_a_number != 0.0f) {
+  const float broken = not_finite(x, count);
+  if (broken != 0.0f) {
     std::memset(values, 0, count);
-    return not_a_number;
+    return broken;
   }
-  const float scale = half_to_float(float_to_half(largest(most) / 127.0f));
+  const float scale = half_to_float(float_to_half(largest_magnitude(x, count) / 127.0f));
   const Vec inverse = broadcast(scale > 0.0f ? 1.0f / scale : 0.0f);
   const Vec limit = broadcast(127.0f), least = broadcast(-127.0f);
   for (int64_t k = 0; k < count; k += kLanes)

@@ -28,8 +28,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def can_be_written(file: Path) -> bool:
+    return not file.is_dir() and os.access(file.absolute().parent, os.W_OK)
+
+
 def new_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+    if not can_be_written(path):
         raise ArgumentTypeError(f"no file can be written at {text}")
     return path

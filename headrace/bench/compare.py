@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import platform
 import shutil
 import signal
@@ -28,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headrace.bench.arguments import can_be_written
 from headrace.bench.contestants import Contestant, contestants, running
 from headrace.bench.load import Target
 from headrace.bench.servers import BenchError, Server
@@ -226,7 +226,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
         raise BenchError(f"--llama-cpp {args.llama_cpp}: there is no llama-server in it")
     if args.vllm and shutil.which(args.vllm) is None:
         raise BenchError(f"--vllm {args.vllm}: there is no such program")
-    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
+    if args.json is not None and not can_be_written(args.json):
         raise BenchError(f"--json {args.json}: no file can be written there")
     return loads
 

@@ -365,13 +365,13 @@ class NativeKernels:
 
 
 def _storage(values: NDArray[Any]) -> str:
+    """What dense values are held as; bfloat16 as its bits."""
     return {"f4": "float32", "f2": "float16", "u2": "bfloat16"}[values.dtype.str[1:]]
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Dense values as `dtype`: float32, float16, or the bits of bfloat16 in uint16."""
-    form = {"f4": "float32", "f2": "float16", "u2": "bfloat16"}[values.dtype.str[1:]]
-    if form == dtype:
+    if _storage(values) == dtype:
         return values
     wide = to_float32(values)
     if dtype == "float32":
